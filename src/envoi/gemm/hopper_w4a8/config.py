@@ -10,6 +10,7 @@ TILE = 64  # rows, and elements of K, of a tile of weights
 BLOCK_K = 128  # of a stage: two tiles
 TILE_BYTES = 2048 + 128  # of a tile of weights and its factors
 MAX_STAGES = 8
+REGISTERS, PRODUCER_REGISTERS = 65536, 24  # of an SM, of a thread of the producer
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
 # Tokens of a tile, and how long one takes beside one of 64.
 TOKEN_TILES = {16: 0.75, 32: 0.8, 64: 1.0, 128: 1.7}
@@ -20,7 +21,7 @@ class W4A8Config(SwappedTiles):
     """Constants of the kernel: tiles of its consumers' features, row_tiles * 64 each, and block_y tokens.
 
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
-    memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
+    memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`). ctas: on an SM.
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
     """
 
@@ -31,20 +32,32 @@ class W4A8Config(SwappedTiles):
     stages_per_turn: int = 2
     looks_up: bool = True
     num_consumers: int = 1
+    ctas: int = 2
+    epilogue_tokens: int = 64
     rows_per_consumer: int = TILE  # of one run of the epilogue
     block_k: int = BLOCK_K
     num_warps: int = 4
     swizzle_rows: int = 8
+    epilogue_in_place: bool = True
 
     @property
-    def ctas(self) -> int:
-        """CTAs on an SM: two where each has one consumer, so that one multiplies during the other's epilogue."""
-        return 2 if self.num_consumers == 1 else 1
+    def registers(self) -> int:
+        """Registers of a thread with which the kernel starts, so that all CTAs fit."""
+        return min(255, REGISTERS // (128 * (self.num_consumers + 1) * self.ctas) // 8 * 8)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread of the second consumer; the first has what others leave."""
+        return (self.registers * 3 - PRODUCER_REGISTERS) // 2 // 8 * 8
 
     @property
     def options(self) -> dict[str, int]:
         """Options of the launch."""
-        return {"num_warps": self.num_warps} if self.ctas == 1 else {"num_warps": self.num_warps, "maxnreg": 128}
+        return (
+            {"num_warps": self.num_warps}
+            if self.ctas == 1
+            else {"num_warps": self.num_warps, "maxnreg": self.registers}
+        )
 
     @property
     def block_x(self) -> int:
@@ -82,6 +95,6 @@ def w4a8_config(K: int, num_rows: int, num_experts: int, looks_up: bool = False)
 
 def fitted(config: W4A8Config) -> W4A8Config:
     """Return the config with as many stages as fit the shared memory, less what barriers and epilogues take."""
-    room = SHARED_BYTES if config.ctas == 1 else (SHARED_BYTES - 1024) // 2
+    room = (SHARED_BYTES + 1024) // config.ctas - 1024
     room -= RESERVED_BYTES + config.num_consumers * TURNED_BYTES
     return replace(config, num_stages=min(config.num_stages, room // config.stage_bytes))

@@ -27,7 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.hopper.problem import Problem
-from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
+from envoi.gemm.hopper.run_epilogue import (
+    ChunkArgs,
+    EpilogueArgs,
+    EpilogueBuffers,
+    OutputTile,
+    RowReductions,
+    apply_in_chunks,
+    complete_rows,
+    of_tile,
+    run_epilogue,
+)
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.gemm.hopper_w4a8.widening import operands, pairs_layout, words_layout
 from envoi.runtime.aggregate import aggregate
@@ -193,19 +203,45 @@ def consumer(stages, lut, epilogue, R: gl.constexpr):
                 finish(accs[r], share, buffers, epilogue)
 
 
+@gluon.constexpr_function
+def features_first(tokens):
+    """Return the layout [tokens, 64] of `finish`, a thread's two features in neighbouring registers."""
+    over_tokens = [[1, 0], *([8 << i, 0] for i in range((tokens // 8).bit_length() - 1))]
+    lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
+    return gl.DistributedLinearLayout([[0, 1], *over_tokens], lanes, [[0, 16], [0, 32]], [], [tokens, 64])
+
+
 @gluon.jit
 def finish(acc, tile, buffers, epilogue):
-    """Run the epilogue on 64 features, at most 128 tokens at once. tile: their corner."""
+    """Run the epilogue on 64 features, some tokens at once, where the products are. tile: the corner of them all.
+
+    A thread has two neighbouring features of every token that it has, gate and up where they are in turn: nothing has
+    to be moved between threads, and 16 features of a warp are a whole sector of a row of bf16.
+    """
     T: gl.constexpr = acc.shape[1]
-    if T > 128:
+    if T > epilogue.problem.cfg.epilogue_tokens:
         first, second = halves(acc)
         finish(first, tile, buffers, epilogue)
         if tile.y + T // 2 < tile.row_end:
             finish(second, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
     else:
         # Rows g and g + 8 of 16 are features 2 g and 2 g + 1.
-        acc = acc.reshape([4, 2, 8, T]).permute([0, 2, 1, 3]).reshape([64, T])
-        run_epilogue(acc, tile, 0, False, 0, buffers, epilogue)
+        if not epilogue.problem.cfg.epilogue_in_place:
+            acc = acc.reshape([4, 2, 8, T]).permute([0, 2, 1, 3]).reshape([64, T])
+            run_epilogue(acc, tile, 0, False, 0, buffers, epilogue)
+        else:
+            acc = acc.reshape([4, 2, 8, T]).permute([3, 0, 2, 1]).reshape([T, 64])
+            layout: gl.constexpr = features_first(T)
+            acc = gl.convert_layout(acc, layout, assert_trivial=True)
+            out = OutputTile(tile.y, tile.x, tile.row_end, 0, False)
+            chunks = ChunkArgs(of_tile(tile, epilogue), buffers, 0)
+            complete_rows(apply_in_chunks(acc, out, chunks, 0), out, epilogue, 64)
+
+
+@gluon.constexpr_function
+def consumer_registers(cfg):
+    """Return the registers a thread of the second consumer and of the producer."""
+    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, 24]
 
 
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
@@ -238,4 +274,4 @@ def w4a8_kernel(
             (consumer, (stages, lut, epilogue, 0)),
             (consumer, (stages, lut, epilogue, 1)),
             (producer, (x_desc, w_desc, f_desc, stages, problem)),
-        ], [4, 1], [240 if MORE_REGISTERS else 232, 24])  # fmt: skip
+        ], [4, 1], consumer_registers(cfg))  # fmt: skip
