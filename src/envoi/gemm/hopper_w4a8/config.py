@@ -38,7 +38,7 @@ class W4A8Config(SwappedTiles):
     block_k: int = BLOCK_K
     num_warps: int = 4
     swizzle_rows: int = 8
-    epilogue_in_place: bool = True
+    epilogue_in_place = True
 
     @property
     def registers(self) -> int:
@@ -53,11 +53,7 @@ class W4A8Config(SwappedTiles):
     @property
     def options(self) -> dict[str, int]:
         """Options of the launch."""
-        return (
-            {"num_warps": self.num_warps}
-            if self.ctas == 1
-            else {"num_warps": self.num_warps, "maxnreg": self.registers}
-        )
+        return {"num_warps": self.num_warps, **({"maxnreg": self.registers} if self.ctas > 1 else {})}
 
     @property
     def block_x(self) -> int:

@@ -6,16 +6,21 @@ from typing import cast
 import torch
 
 from envoi.epilogue.ir import IR
-from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
+from envoi.epilogue.outputs import (
+    chunk_columns,
+    deferred,
+    empty_outputs,
+    operand_tensors,
+    output_specs,
+    reduces_rows,
+    rows_must_fit,
+)
 from envoi.gemm.grouping import Grouping, RowMode
 from envoi.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
 from envoi.gemm.hopper_w4a8.config import BLOCK_K, TILE, W4A8Config, w4a8_config
-from envoi.gemm.triton import host as triton_host
 from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
-from envoi.runtime.math import cdiv
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
 from envoi.types import Matrix, QuantTensor
 
@@ -30,8 +35,8 @@ def supports_w4a8(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
         return "rows of no expert are wanted"
     if ir.takes_halves:
         return "halves of the weights' rows"
-    if rows_must_fit(ir):
-        return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, b.shape[-2])
+    if deferred(ir) or reduces_rows(ir) or rows_must_fit(ir):
+        return "values of whole rows"
     return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
 
 
@@ -43,25 +48,13 @@ def run(
 
     The product is of the weights without their scale, which is the epilogue's to multiply by, as with NVFP4.
     """
-    M, N = a.shape[0], b.shape[-2]
-    scales = {A_SF: a.sf.reshape(-1)}
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
-    if M == 0:
-        return triton_host.finish_outputs(ir, written, offsets)
-    if rows_must_fit(ir):
-        tensors, pointers = operand_tensors(ir, operands, b.shape[0])
-        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
-        scaled = with_token_scale(store.ir)
-        own, own_pointers = operand_tensors(scaled, scales, b.shape[0])
-        plain = lower(scaled, torch.float32, "gluon", False, False, own_pointers)
-        _launch(a, b, offsets, plain, own, [acc], grouping, config)
-        triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, False)
-    else:
+    written = empty_outputs(ir, output_specs(ir, out_dtype), a.shape[0], b.shape[-2], a.device, grouping.to)
+    if a.shape[0] > 0:
         scaled = with_token_scale(ir)
-        tensors, pointers = operand_tensors(scaled, {**scales, **operands}, b.shape[0])
+        tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, grouping, config)
-    return triton_host.finish_outputs(ir, written, offsets)
+    return written
 
 
 def with_token_scale(ir: IR) -> IR:
@@ -89,14 +82,13 @@ def arguments(
 ) -> tuple:  # fmt: skip
     """Return the kernel's arguments."""
     M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
-    parts = torch.empty(code.partials * cdiv(N, TILE) * M, dtype=torch.float32, device=a.device)
-    count = workspace.counters(M + config.block_y, a.device) if parts.numel() else parts.view(torch.int32)
+    nothing = torch.empty(0, dtype=torch.float32, device=a.device)  # no epilogue here reduces rows
     words = b.values.flatten().view(torch.int32).view(-1, 256)
     factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
     return (
         descriptor(tma_ready(a.values), config.block_y, BLOCK_K), unswizzled_descriptor(words, 4, 256),
         unswizzled_descriptor(factors, 2, 32), tables_on(a.device) if config.looks_up else None,
-        operands or (0,), as_stored(outputs), offsets, parts, count, M, N, K, E, config, code,
+        operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip
 

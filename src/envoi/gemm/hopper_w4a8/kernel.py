@@ -25,19 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.hopper.problem import Problem
-from envoi.gemm.hopper.run_epilogue import (
-    ChunkArgs,
-    EpilogueArgs,
-    EpilogueBuffers,
-    OutputTile,
-    RowReductions,
-    apply_in_chunks,
-    complete_rows,
-    of_tile,
-    run_epilogue,
-)
+from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.gemm.hopper_w4a8.widening import operands, pairs_layout, words_layout
 from envoi.runtime.aggregate import aggregate
@@ -197,45 +188,55 @@ def consumer(stages, lut, epilogue, R: gl.constexpr):
         if rest > 0:
             accs = multiply(accs, stages, step, lut, R, rest, dot)
             step += (rest + 1) // 2
-        for r in gl.static_range(row_tiles):
-            share = Tile(tile.x + (R * row_tiles + r) * 64, tile.y, tile.row_end, tile.expert)
-            if share.x < problem.N:
-                finish(accs[r], share, buffers, epilogue)
+        share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
+        if share.x < problem.N:
+            finish(accs, share, buffers, epilogue)
 
 
 @gluon.constexpr_function
-def features_first(tokens):
-    """Return the layout [tokens, 64] of `finish`, a thread's two features in neighbouring registers."""
+def features_first(tokens, features):
+    """Return the layout [tokens, features] of `finish`: a thread's neighbouring features in neighbouring registers."""
+    over_features = [[0, 1], *([[0, 64]] if features == 128 else [])]
     over_tokens = [[1, 0], *([8 << i, 0] for i in range((tokens // 8).bit_length() - 1))]
-    lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
-    return gl.DistributedLinearLayout([[0, 1], *over_tokens], lanes, [[0, 16], [0, 32]], [], [tokens, 64])
+    lanes, warps = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]]
+    return gl.DistributedLinearLayout([*over_features, *over_tokens], lanes, warps, [], [tokens, features])
 
 
 @gluon.jit
-def finish(acc, tile, buffers, epilogue):
-    """Run the epilogue on 64 features, some tokens at once, where the products are. tile: the corner of them all.
+def finish(accs, tile, buffers, epilogue):
+    """Run the epilogue on a consumer's features, some tokens at once, where the products are. tile: the first corner.
 
     A thread has two neighbouring features of every token that it has, gate and up where they are in turn: nothing has
     to be moved between threads, and 16 features of a warp are a whole sector of a row of bf16.
     """
-    T: gl.constexpr = acc.shape[1]
-    if T > epilogue.problem.cfg.epilogue_tokens:
-        first, second = halves(acc)
-        finish(first, tile, buffers, epilogue)
+    T: gl.constexpr = accs[0].shape[1]
+    cfg: gl.constexpr = epilogue.problem.cfg
+    if cfg.epilogue_tokens < T:
+        firsts = ()
+        seconds = ()
+        for r in gl.static_range(len(accs)):
+            first, second = halves(accs[r])
+            firsts = firsts + (first,)
+            seconds = seconds + (second,)
+        finish(firsts, tile, buffers, epilogue)
         if tile.y + T // 2 < tile.row_end:
-            finish(second, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
+            finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
     else:
-        # Rows g and g + 8 of 16 are features 2 g and 2 g + 1.
-        if not epilogue.problem.cfg.epilogue_in_place:
-            acc = acc.reshape([4, 2, 8, T]).permute([0, 2, 1, 3]).reshape([64, T])
-            run_epilogue(acc, tile, 0, False, 0, buffers, epilogue)
-        else:
-            acc = acc.reshape([4, 2, 8, T]).permute([3, 0, 2, 1]).reshape([T, 64])
-            layout: gl.constexpr = features_first(T)
-            acc = gl.convert_layout(acc, layout, assert_trivial=True)
-            out = OutputTile(tile.y, tile.x, tile.row_end, 0, False)
-            chunks = ChunkArgs(of_tile(tile, epilogue), buffers, 0)
-            complete_rows(apply_in_chunks(acc, out, chunks, 0), out, epilogue, 64)
+        x = by_token(accs[0])
+        if len(accs) == 2:
+            x = gl.join(x, by_token(accs[1])).permute([0, 2, 1]).reshape([T, 128])
+        layout: gl.constexpr = features_first(T, x.shape[1])
+        x = gl.convert_layout(x, layout, assert_trivial=True)
+        own = of_tile(tile, epilogue)
+        at = ChunkPosition(tile.y, tile.x, tile.row_end, epilogue.problem.N)
+        nowhere = ChunkBuffers(epilogue.descs, buffers.stores, (buffers.loads, buffers.loaded, 0), 0, buffers.columns)
+        epilogue.code.visit(x, at, own.operands, own.outputs, nowhere, True, cfg)
+
+
+@gluon.jit
+def by_token(acc):
+    """Return an accumulator [64, T] as [T, 64], its features in order: rows g and g + 8 of 16 are 2 g and 2 g + 1."""
+    return acc.reshape([4, 2, 8, acc.shape[1]]).permute([3, 0, 2, 1]).reshape([acc.shape[1], 64])
 
 
 @gluon.constexpr_function
