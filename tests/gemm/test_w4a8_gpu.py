@@ -9,7 +9,7 @@ from envoi.epilogue.library import expert_l2, store
 from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper_w4a8 import cases, host
-from envoi.gemm.hopper_w4a8.config import MAX_STAGES, TOKEN_TILES, W4A8Config, fitted
+from envoi.gemm.hopper_w4a8.config import TOKEN_TILES, W4A8Config, config_of, fitted
 from envoi.moe import moe
 from envoi.moe.experts import run_experts
 from envoi.moe.oracle import moe_oracle
@@ -77,7 +77,7 @@ def test_sizes(counts, N, K, spread):
 @pytest.mark.parametrize("block_y", TOKEN_TILES)
 def test_every_tile_has_the_same_bits(block_y, looks_up):
     counts, N, K = [130, 0, 1, 300], 320, 704
-    config = fitted(W4A8Config(block_y, MAX_STAGES, K // 64, looks_up=looks_up))
+    config = fitted(config_of(block_y, K, looks_up))
     assert_same_bits(products(counts, N, K, SPREAD - NEAR, config), products(counts, N, K, SPREAD - NEAR))
 
 

@@ -76,7 +76,7 @@ H200 = Machine(
         # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile the time grows by 0.79 us a
         # token. More than bf16 because widening hides some products. mxfp8, nvfp4: assumed equal.
         "mxfp8": 1353, "mxfp4": 1353, "mxfp4_mxfp8": 1353, "nvfp4": 1353,
-        "mxfp4_fp8": 1100,  # a guess: notes/2026-11-fp8-fp4.md
+        "mxfp4_fp8": 1200,  # notes/2026-11-fp8-fp4.md, rows that fill tiles counted
     },
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted

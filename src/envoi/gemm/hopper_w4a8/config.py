@@ -12,8 +12,8 @@ TILE_BYTES = 2048 + 128  # of a tile of weights and its factors
 MAX_STAGES = 8
 REGISTERS, PRODUCER_REGISTERS = 65536, 24  # of an SM, of a thread of the producer
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
-# Tokens of a tile, and how long one takes beside one of 64.
-TOKEN_TILES = {16: 0.75, 32: 0.8, 64: 1.0, 128: 1.7}
+# Tokens of a tile, and how long 128 features of one take beside those of 64 tokens: notes/2026-11-fp8-fp4.md.
+TOKEN_TILES = {16: 0.75, 32: 0.81, 64: 1.0, 128: 1.36, 256: 2.32}
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class W4A8Config(SwappedTiles):
     block_y: int
     num_stages: int
     num_steps: int
-    row_tiles: int = 2
-    stages_per_turn: int = 2
-    looks_up: bool = True
-    num_consumers: int = 1
-    ctas: int = 2
+    row_tiles: int
+    stages_per_turn: int
+    looks_up: bool
+    num_consumers: int
+    ctas: int
     epilogue_tokens: int = 64
     rows_per_consumer: int = TILE  # of one run of the epilogue
     block_k: int = BLOCK_K
@@ -86,7 +86,14 @@ def w4a8_config(K: int, num_rows: int, num_experts: int, looks_up: bool = False)
     rows = num_rows / max(1, num_experts)
     # Experts differ: on average half of a last tile is empty.
     block_y = min(TOKEN_TILES, key=lambda size: max(1.0, rows / size + 0.5) * TOKEN_TILES[size])
-    return fitted(W4A8Config(block_y, MAX_STAGES, K // TILE, looks_up=looks_up))
+    return fitted(config_of(block_y, K, looks_up))
+
+
+def config_of(block_y: int, K: int, looks_up: bool = False) -> W4A8Config:
+    """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
+    if block_y == 256:  # accumulators of two CTAs wouldn't fit
+        return W4A8Config(block_y, MAX_STAGES, K // TILE, 1, 2, looks_up, num_consumers=2, ctas=1)
+    return W4A8Config(block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=2)
 
 
 def fitted(config: W4A8Config) -> W4A8Config:
