@@ -30,7 +30,7 @@ GROUP = 8
 ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own
 # Names of cases that are compiled, but that no GPU has run yet.
 NOT_RUN: frozenset[str] = frozenset({
-    "w4a8-l1-16", "w4a8-l1-64", "w4a8-l1", "w4a8-l2", "w4a8-sent", "w4a8-l1-tables",
+    "w4a8-l1-16", "w4a8-l1-64", "w4a8-l1-128", "w4a8-l2-128", "w4a8-l1", "w4a8-l2", "w4a8-sent", "w4a8-l1-tables",
 })  # fmt: skip
 MEASURED = {case.title: case for case in hopper.measured_cases()}
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.

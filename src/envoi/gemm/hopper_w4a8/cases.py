@@ -56,7 +56,9 @@ class Case:
 
 CASES = (
     Case("l1-16", "l1", 16),
-    Case("l1-64", "l1", 512),
+    Case("l1-64", "l1", 320),
+    Case("l1-128", "l1", 512),
+    Case("l2-128", "l2", 512),
     Case("l1", "l1", 4096),
     Case("l2", "l2", 4096),
     Case("sent", "sent", 4096),
