@@ -5,8 +5,8 @@ from importlib import import_module
 from envoi.runtime.kernel_case import KernelCase
 
 OPERATORS = (
-    "gemm.hopper", "gemm.hopper_few", "gemm.hopper_mx", "gemm.hopper_w4a16", "gemm.blackwell", "gemm.triton", "moe",
-    "moe.parallel", "moe.router", "indexer",
+    "gemm.hopper", "gemm.hopper_few", "gemm.hopper_mx", "gemm.hopper_w4a16", "gemm.hopper_w4a8", "gemm.blackwell",
+    "gemm.triton", "moe", "moe.parallel", "moe.router", "indexer",
 )  # fmt: skip
 
 

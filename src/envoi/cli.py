@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import envoi
 
-DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_mxfp8,nvfp4"
+DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_fp8,mxfp4_mxfp8,nvfp4"
 # Options by the arguments that they become, where those have other names.
 OPTIONS = {
     "num_ranks": "gpus", "num_hosts": "hosts", "num_topk": "topk", "num_tokens": "tokens", "num_experts": "experts",

@@ -75,9 +75,11 @@ class QuantTensor(_Printed):
     scale: float32, multiplied on top (nvfp4): one for the whole tensor, or one for each row, [.., R]; or None.
     scales_at_most_2: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check;
         a false promise gives wrong results: after writing to values or sf, set it by
-        `envoi.quant.pack.with_checked_scales`, or to False.
-    order: "rows" as above, or "fragments": the same numbers in the order of the tensor cores' operands
-        (`envoi.quant.fragments`), which only the experts' kernels and `dequantize` read.
+        `envoi.quant.pack.with_checked_scales`, or to False. In the order "fp8_fragments" the promise is that of
+        `envoi.quant.fp8_fragments.in_near_shifts`.
+    order: "rows" as above, or the same numbers in the order of the tensor cores' operands, which only the experts'
+        kernels and `dequantize` read: "fragments" (`envoi.quant.fragments`) or "fp8_fragments"
+        (`envoi.quant.fp8_fragments`).
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     Raises ValueError for a group that isn't a pair.
@@ -166,8 +168,8 @@ class ExpertWeights(_Printed):
         gate up alone, [E, I, H].
     down [E, H, I]: bf16 or a QuantTensor.
     gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8" or "nvfp4"; says how activations are
-        quantised too. In "nvfp4" both weights have a scale for each row.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8" or "nvfp4"; says how
+        activations are quantised too. In "nvfp4" both weights have a scale for each row.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2"; or the operations of a
         user's function, as the text that `envoi.experts.pack` makes of it.
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
@@ -209,7 +211,7 @@ class ExpertWeights(_Printed):
 
     @property
     def order(self) -> str:
-        """Order of both weights, "rows" or "fragments": see `QuantTensor`."""
+        """Order of both weights, see `QuantTensor`."""
         return "rows" if isinstance(self.gate_up, torch.Tensor) else self.gate_up.order
 
     @property

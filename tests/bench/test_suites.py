@@ -28,6 +28,7 @@ MAX_GEMM_ERROR = 3e-3
 MAX_EPILOGUE_ERROR = {"swiglu": 4e-3, "swiglu_fp8": 4e-2}
 MAX_MOE_ERROR = {
     "bf16": 6e-3, "fp8_row": 0.1, "fp8_block128": 0.1, "mxfp8": 0.1, "mxfp4": 6e-3, "mxfp4_mxfp8": 0.1,
+    "mxfp4_fp8": 0.1,
 }  # fmt: skip
 MAX_MODEL_ERROR = {"bf16": 6e-3, "mxfp4": 0.25}  # of weights before they are packed
 

@@ -145,8 +145,8 @@ def test_kernels_of_mx_weights_read_interleaved_ones_only(format):
     assert hopper_mx.why_not_mx(given.a, given.b, INTERLEAVED.ir) == ""
     fragments = replace(given.b, order="fragments")
     if format == "mxfp4":
-        assert many.supports_many(given.a, fragments, CONCAT.ir, EXPERTS_ROWS) == "halves of the weights' rows"
-        assert many.supports_many(given.a, fragments, INTERLEAVED.ir, EXPERTS_ROWS) == ""
+        assert many.why_not_many(given.a, fragments, CONCAT.ir, EXPERTS_ROWS) == "halves of the weights' rows"
+        assert many.why_not_many(given.a, fragments, INTERLEAVED.ir, EXPERTS_ROWS) == ""
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(512, ""), (384, "halves that end within a block of 128 rows")])

@@ -37,6 +37,14 @@ def permuted(a: torch.Tensor, b: torch.Tensor, choice: torch.Tensor) -> torch.Te
     return result
 
 
+def combined(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Compute lop3.b32: bit 4 a + 2 b + c of the table, for each bit of a, b and c."""
+    result = torch.zeros_like(a)
+    for i in range(8):
+        result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) & -(table >> i & 1)
+    return result
+
+
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
@@ -52,6 +60,7 @@ OPERATIONS = {
     "cvt.u32.u64": lambda a: a,
     "shr.u64": lambda a, b: a >> b,
     "prmt.b32": permuted,
+    "lop3.b32": combined,
     "mul.rn.bf16x2": scaled,
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,
@@ -74,7 +83,7 @@ def run(text: str, registers: dict[str, torch.Tensor]) -> None:
             if not registers[words[0][2:]].any():
                 skip = words[2]
             continue
-        like = registers["$48"]
+        like = next(iter(registers.values()))
         operands = [registers[w] if w in registers else torch.full_like(like, int(w, 0)) for w in words[2:]]
         result = OPERATIONS[words[0]](*operands)
         registers[words[1]] = result if result.dtype == torch.bool else result & 0xFFFFFFFF

@@ -33,7 +33,9 @@ ARCH = "sm_90"
 GROUP = 8
 ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own
 # Names of cases that are compiled, but that no GPU has run yet.
-NOT_RUN: frozenset[str] = frozenset()
+NOT_RUN: frozenset[str] = frozenset({
+    "w4a8-l1-16", "w4a8-l1-64", "w4a8-l1-128", "w4a8-l2-128", "w4a8-l1", "w4a8-l2", "w4a8-sent", "w4a8-l1-tables",
+})  # fmt: skip
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.
 SPILLED = {
     # Values of the tile's corner, beside 256 accumulators; by eight warps, without spills, 1.02 of the time on an H200.

@@ -118,7 +118,7 @@ def test_a_scale_is_applied_to_sums_and_not_to_numbers_of_bf16():
             assert bool((moe(layer.tokens, routing, experts).abs() < 1e-30).all())
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8"])
 def test_other_formats_are_refused_or_rounded(format):
     gate_up, down = pairs(E, 256, 64), pairs(E, 128, 64, seed=1)
     sf = [factors(E, rows, 8, seed=7) for rows in (256, 128)]
@@ -127,7 +127,7 @@ def test_other_formats_are_refused_or_rounded(format):
         pack(gate_up, down, format, **given)
     got = unpack(pack(gate_up, down, format, requantize=True, **given), "concat", torch.float64)
     want = unpack(pack(gate_up, down, **given), "concat", torch.float64)
-    bound = {"bf16": 0.01, "mxfp4": 0.2, "mxfp4_mxfp8": 0.2}.get(format, 0.05)
+    bound = {"bf16": 0.01, "mxfp4": 0.2, "mxfp4_fp8": 0.2, "mxfp4_mxfp8": 0.2}.get(format, 0.05)
     assert relative_error(got[0], want[0]) < bound
     assert relative_error(got[1], want[1]) < bound
 

@@ -162,7 +162,7 @@ SPOILT = {
     "envoi: expected fields that this release knows, got 'router'": lambda state, meta: meta["fields"].update(router=1),
     "envoi: expected a description with fields, got None": lambda state, meta: meta.pop("fields"),
     "format: expected text, got None": lambda state, meta: meta["fields"].pop("format"),
-    "down.order: expected one of 'rows', 'fragments', got 'x'":
+    "down.order: expected one of 'rows', 'fragments', 'fp8_fragments', got 'x'":
         lambda state, meta: meta["fields"].update({"down.order": "x"}),
     "gate_up.group: expected two numbers, got 3": lambda state, meta: meta["fields"].update({"gate_up.group": 3}),
     "gate_up_layout: expected 'interleaved' or 'concat'": lambda state, meta: meta["fields"].update(gate_up_layout="x"),

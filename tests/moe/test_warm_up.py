@@ -38,7 +38,7 @@ from tests.moe.own import reglu
 HOPPER = Target("sm_90")
 # A CPU's constants differ: no cast to E4M3, no overlap of launches, no clock.
 DIFFER_ON_A_CPU = {"widen_kernel", "permute_kernel", "sum_kernel", "send_routing_kernel", "combine_barrier_kernel"}
-FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
+FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8", "nvfp4")
 
 
 @pytest.fixture

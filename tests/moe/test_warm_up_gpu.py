@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel.test_nvlink_gpu import ways
 
-FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
+FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8", "nvfp4")
 MOST = 700
 
 

@@ -143,5 +143,6 @@ def test_refusals():
         format_named("int4")
     assert scheme_named("mxfp4").max_value == 6.0
     assert {name: format.group_k for name, format in FORMATS.items()} == {
-        "bf16": 1, "fp8_row": 1, "fp8_block128": 128, "mxfp8": 32, "mxfp4": 32, "mxfp4_mxfp8": 32, "nvfp4": 16,
+        "bf16": 1, "fp8_row": 1, "fp8_block128": 128, "mxfp8": 32, "mxfp4": 32, "mxfp4_fp8": 32, "mxfp4_mxfp8": 32,
+        "nvfp4": 16,
     }  # fmt: skip

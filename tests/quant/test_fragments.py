@@ -8,7 +8,7 @@ import torch
 from envoi.ops.gemm import grouped_gemm
 from envoi.quant import dequantize, quantize
 from envoi.quant.bits import e2m1_encode, unpack_nibbles
-from envoi.quant.fragments import supports_fragments, to_fragments, to_rows
+from envoi.quant.fragments import to_fragments, to_rows, why_not_fragments
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 
@@ -100,7 +100,7 @@ def test_refusals(why, x):
 
 
 def test_what_can_be_put_into_the_order():
-    assert supports_fragments(weights()) == supports_fragments(nvfp4()) == ""
+    assert why_not_fragments(weights()) == why_not_fragments(nvfp4()) == ""
 
 
 def test_a_public_gemm_refuses_the_order():

@@ -134,6 +134,7 @@ FORMATS = {
     "fp8_block128": ("fp8_1x128", "fp8_128x128"),
     "mxfp8": ("mxfp8", "mxfp8"),
     "mxfp4": (None, "mxfp4"),
+    "mxfp4_fp8": ("fp8_row", "mxfp4"),
     "mxfp4_mxfp8": ("mxfp8", "mxfp4"),
     "nvfp4": (None, "nvfp4"),
 }

@@ -88,6 +88,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
     ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),
+    ("w4a8-", {"tensor core": "QGMMA", **LOADS}),
     ("router", {"tensor core": "HMMA"}),
     ("indexer-scores-sm90", {"tensor core": "QGMMA", **LOADS}),
 )

@@ -142,8 +142,10 @@ def store_row(pointer, value, m, m_end, stride, offset):
 
 
 @gluon.jit
-def store_tile(pointer, value, m, n, m_end, num_columns):
+def store_tile(pointer, value, m, n, m_end, num_columns, cfg: gl.constexpr):
     """Store from registers to a row-major tensor with num_columns columns."""
+    if cfg.epilogue_in_place and value.dtype.primitive_bitwidth < 32:
+        value = gl.convert_layout(value, neighbours_first(value.type.layout))
     rows, columns = row_ids(value, m), col_ids(value, n)
     at = rows[:, None].to(gl.int64) * num_columns + columns[None, :]
     mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
@@ -153,7 +155,7 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 @gluon.jit
 def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
     """Scatter rows to their addresses, each warp in contiguous runs, which links carry best."""
-    if not cfg.swap_ab:  # else its layout has contiguous runs already
+    if not cfg.swap_ab or cfg.epilogue_in_place:  # else its layout has contiguous runs already
         value = in_runs(value)
     rows, columns = row_ids(value, m), col_ids(value, n)
     to = gl.load(addresses + rows, mask=rows < m_end, other=0).to(gl.pointer_type(value.dtype))
@@ -405,6 +407,16 @@ def with_neighbours(layout):
     lane = lanes.index([0, 1])
     registers[-1], lanes[lane] = lanes[lane], registers[-1]
     return gl.DistributedLinearLayout(registers, lanes, warps, blocks, whole.shape[:2])
+
+
+@gluon.constexpr_function
+def neighbours_first(layout):
+    """Return the layout of `with_neighbours`, both columns in neighbouring registers, so that one store has both."""
+    found = with_neighbours(layout)
+    if not isinstance(found, gl.DistributedLinearLayout) or [0, 1] not in found.reg_bases:
+        return found
+    registers = [[0, 1], *(basis for basis in found.reg_bases if basis != [0, 1])]
+    return gl.DistributedLinearLayout(registers, found.lane_bases, found.warp_bases, found.block_bases, found.shape)
 
 
 @gluon.jit

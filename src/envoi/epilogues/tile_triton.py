@@ -76,7 +76,7 @@ def store_row(pointer, value, m, m_end, stride, offset):
 
 
 @triton.jit
-def store_tile(pointer, value, m, n, m_end, num_columns):
+def store_tile(pointer, value, m, n, m_end, num_columns, cfg):
     """Store to a row-major tensor with num_columns columns."""
     rows, columns = row_ids(value, m), col_ids(value, n)
     at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]

@@ -248,7 +248,7 @@ class Writer:
         if group:
             self.line(f"q{index} = times_group({source}, f{index}, {group})")
             column, width = f"at.n // {d * group}", f"at.N // {d * group}"
-            self.line(f"store_tile(outputs[{index + 1}], sf{index}, at.m, {column}, at.m_end, {width})")
+            self.line(f"store_tile(outputs[{index + 1}], sf{index}, at.m, {column}, at.m_end, {width}, cfg)")
         else:
             self.line(f"q{index} = {source} * f{index}[:, None]")
             self.line(f"store_row(outputs[{index + 1}], sf{index}, at.m, at.m_end, 1, 0)")
@@ -273,7 +273,7 @@ class Writer:
     def _store_tile(self, index: int, depth: int = 1) -> None:
         d = self._width(index)
         where = f"outputs[{index}], o{index}, at.m, at.n // {d}, at.m_end, at.N // {d}"
-        self.line(f"scatter_tile({where}, cfg)" if self.scattered else f"store_tile({where})", depth)
+        self.line(f"{'scatter' if self.scattered else 'store'}_tile({where}, cfg)", depth)
 
     def _store_small(self, index: int, spec: OutputSpec) -> None:
         """Write the store of a value without N columns, which one tile of the row, or of the column, performs."""

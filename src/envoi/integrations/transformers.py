@@ -6,7 +6,8 @@
 
 "envoi" runs the experts in bf16, and quantised ones as they are stored: FP8 with a factor per block or matrix, MXFP4.
 "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" and "envoi_nvfp4" (4-bit weights, bf16
-activations) and "envoi_mxfp4_mxfp8" run them in those formats; `model.set_experts_implementation(...)` switches.
+activations), "envoi_mxfp4_fp8" and "envoi_mxfp4_mxfp8" run them in those formats;
+`model.set_experts_implementation(...)` switches.
 `report(model)` says what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept
 until the originals are freed.
 `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache trace through one operator, which

@@ -15,7 +15,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from envoi.integrations.transformers_checks import loads_as, refusal
 
-FORMATS = ("bf16", "mxfp4", "mxfp4_mxfp8")  # in whose names these weights are kept; they are widened for others
+# In whose names these weights are kept; they are widened for others.
+FORMATS = ("bf16", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
 BLOCK, BYTES = 32, 16  # elements of a block, and its bytes
 
 

@@ -12,7 +12,7 @@ from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, Blackwe
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
-from envoi.plan.machines import W4A16, WIDENED, Machine
+from envoi.plan.machines import W4A8, W4A16, WIDENED, Machine
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -67,6 +67,11 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
         return few
     if layer.format in W4A16 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
         return _w4a16(layer, nk)
+    if layer.format == W4A8 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
+        from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
+
+        config = w4a8_config(nk[1], layer.num_rows, layer.num_local_experts)
+        return _counted(layer, nk, config.block_y, config.block_x, config.block_k, config.num_stages)
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 8 if layer.format == "mxfp8" else 4

@@ -145,6 +145,7 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 
 def _dequantize(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
+    q = to_rows(q)
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     if q.scale is None:
         return x

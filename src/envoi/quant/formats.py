@@ -68,6 +68,7 @@ FORMATS = {
         Format("fp8_block128", SCHEMES["fp8_1x128"], SCHEMES["fp8_128x128"]),
         Format("mxfp8", SCHEMES["mxfp8"], SCHEMES["mxfp8"]),
         Format("mxfp4", None, SCHEMES["mxfp4"]),
+        Format("mxfp4_fp8", SCHEMES["fp8_row"], SCHEMES["mxfp4"]),
         Format("mxfp4_mxfp8", SCHEMES["mxfp8"], SCHEMES["mxfp4"]),
         Format("nvfp4", None, SCHEMES["nvfp4"]),
     )

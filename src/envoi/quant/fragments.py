@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 
+from envoi.quant import fp8_fragments
 from envoi.quant.bits import pack_nibbles, unpack_nibbles
 from envoi.types import QuantTensor
 
@@ -34,7 +35,7 @@ _VALUES, _VALUES_BACK = (0, 4, 1, 2, 8, 6, 3, 9, 7, 5), (0, 2, 3, 6, 1, 9, 5, 8,
 _SF, _SF_BACK = (0, 4, 1, 2, 5, 3), (0, 2, 3, 5, 1, 4)
 
 
-def supports_fragments(x: QuantTensor) -> str:
+def why_not_fragments(x: QuantTensor) -> str:
     """Return why a QuantTensor [E, N, K] can't be put into this order; "" if it can.
 
     It takes N and K that are multiples of 64, MXFP4's factors up to 2, NVFP4's that are neither negative nor NaN. Reads
@@ -58,7 +59,7 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
 
     Raises ValueError if they can't be put into it.
     """
-    why = supports_fragments(x)
+    why = why_not_fragments(x)
     if x.order != "rows":
         why = "it is in this order already"
     if why:
@@ -71,9 +72,14 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
 
 
 def to_rows(x: QuantTensor) -> QuantTensor:
-    """Invert `to_fragments` in a copy; `x` itself if it is by rows already. Any leading shape."""
+    """Return the weights by rows: a copy, or `x` itself if it is by rows already. Any leading shape.
+
+    Inverts `to_fragments`, and `fp8_fragments.to_fp8_fragments`, whose scale of each row becomes part of the factors.
+    """
     if x.order == "rows":
         return x
+    if x.order == fp8_fragments.ORDER:
+        return fp8_fragments.to_rows(x)
     values = x.values.reshape(-1, *x.values.shape[-2:])
     sf = x.sf.view(torch.uint8).reshape(-1, *x.sf.shape[-2:])
     values = torch.stack([_values_to_rows(part) for part in values]) if len(values) else values

@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from envoi.check import describe, expect_divisible
+from envoi.quant import fp8_fragments
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles
 from envoi.quant.cast import quantize
 from envoi.quant.formats import E2M1_MAX, E4M3_MAX, SCHEMES, Scheme
@@ -70,6 +71,8 @@ LARGEST_SCALE_BYTE = 128  # UE8M0 byte of the scale factor 2
 
 def with_checked_scales(x: QuantTensor) -> QuantTensor:
     """Return x with `scales_at_most_2` as its factors and elements allow. Reads all of x; waits for the device."""
+    if x.order == fp8_fragments.ORDER:
+        return fp8_fragments.in_near_shifts(x)
     readable = x.device.type != "meta" and not isinstance(x.values, FakeTensor)
     if x.sf.dtype != torch.float8_e8m0fnu or not readable or not x.sf.numel():
         return x

@@ -45,6 +45,7 @@ OPERATORS = ("gemm", "grouped_gemm", "route", "moe", "ExpertParallel.moe", "inde
 FEW, MANY = (1, 64), (64,)
 MOE_TOKENS = {
     "bf16": FEW, "fp8_block128": FEW, "mxfp4": FEW, "fp8_row": MANY, "mxfp8": MANY, "mxfp4_mxfp8": MANY, "nvfp4": MANY,
+    "mxfp4_fp8": MANY,
 }  # fmt: skip
 
 

@@ -50,10 +50,14 @@ def _run_fragments(
     a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Run the one kernel that reads weights in fragment order; packing chose it, and no other computes in its stead."""
+    """Run the one kernel that reads weights in this order; packing chose it, and no other computes in its stead."""
+    from envoi.ops.gemm.hopper_w4a8 import host as w4a8
     from envoi.ops.gemm.hopper_w4a16 import many
 
-    why = "no offsets" if offsets is None else many.supports_many(a, b, ir, grouping)
-    if offsets is None or not isinstance(a, torch.Tensor) or why:
+    takes = w4a8.why_not_w4a8 if isinstance(a, QuantTensor) else many.why_not_many
+    why = "no offsets" if offsets is None else takes(a, b, ir, grouping)
+    if offsets is None or why:
         raise ValueError(f"weights: expected them by rows for this GEMM, got them in fragment order ({why})")
+    if isinstance(a, QuantTensor):
+        return w4a8.run(a, b, offsets, ir, out_dtype, operands, grouping)
     return many.run(a, b, offsets, ir, out_dtype, operands, grouping)

@@ -21,7 +21,8 @@ from envoi.quant import regroup
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import FORMATS, SCHEMES, Format, format_named
-from envoi.quant.fragments import supports_fragments, to_fragments
+from envoi.quant.fp8_fragments import to_fp8_fragments, why_not_fp8_fragments
+from envoi.quant.fragments import to_fragments, why_not_fragments
 from envoi.quant.pack import (
     deinterleave_gate_up,
     expect_bf16_numbers,
@@ -56,8 +57,9 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations) or
-        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": what they are stored in; bf16 for floats.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights, bf16 activations), or
+        "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": what they are stored in;
+        bf16 for floats.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
         and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
@@ -78,8 +80,8 @@ def pack(
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
-    On Hopper "mxfp4" and "nvfp4" weights are kept in the order of its tensor cores where that can be
-    (`envoi.quant.fragments.supports_fragments`), in as much memory; `unpack` reads them.
+    On Hopper "mxfp4", "nvfp4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
+    (`QuantTensor.order`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
@@ -333,17 +335,20 @@ def _in_scheme(
 def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) -> ExpertWeights:
     """Put MX and NVFP4 weights into the order that the Hopper kernels read.
 
-    4-bit weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
-    memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is copied but
-    scale factors, where their rows don't start on 16 bytes.
+    4-bit weights for bf16 or FP8 tokens are put into an order of the tensor cores' operands, if both can be, in place
+    but for memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is
+    copied but scale factors, where their rows don't start on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
     if implementation(experts.device) != "hopper" or gate_up.group not in ((1, 32), (1, 16)):
         return experts
-    quantised_tokens = format_named(experts.format).activations is not None
-    if quantised_tokens or supports_fragments(gate_up) or supports_fragments(down):
+    activations = format_named(experts.format).activations
+    supports, put = why_not_fragments, to_fragments
+    if activations == SCHEMES["fp8_row"]:
+        supports, put = why_not_fp8_fragments, to_fp8_fragments
+    if activations == SCHEMES["mxfp8"] or supports(gate_up) or supports(down):
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
@@ -356,7 +361,7 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
     def own(x: QuantTensor) -> QuantTensor:
         return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf))
 
-    return replace(experts, gate_up=to_fragments(own(gate_up)), down=to_fragments(own(down)))
+    return replace(experts, gate_up=put(own(gate_up)), down=put(own(down)))
 
 
 ExpertWeights.arrange = staticmethod(_arranged)
@@ -408,7 +413,7 @@ def check_sizes(hidden: int, intermediate: int, format: Format) -> None:
     """Raise ValueError unless a format's groups, and the kernels' vectors of 8, divide both sizes."""
     why = _unfit(hidden, intermediate, format)
     if why:
-        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4 and mxfp4_mxfp8 of 32"
+        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4, mxfp4_fp8 and mxfp4_mxfp8 of 32"
         raise ValueError(f"{why} ({others}, fp8_block128 of 128)")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from envoi.check import describe, expect_choice, expect_device, expect_int, expect_number, expect_tensor
 from envoi.epilogues.activation import expect_activation
+from envoi.quant import fp8_fragments
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.quant.pack import with_checked_scales
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts
@@ -18,7 +19,7 @@ VERSION = 1
 META = "envoi"  # name of the description, among the tensors and in a file's header
 MATRICES = ("gate_up", "down")
 BIASES = ("gate_up_bias", "down_bias")
-ORDERS = ("rows", "fragments")
+ORDERS = ("rows", "fragments", fp8_fragments.ORDER)
 PLAIN = ("format", "activation", "swiglu_limit", "gate_up_layout", "group", "order", "scales_at_most_2", "padding")
 
 
@@ -218,7 +219,7 @@ def _check_matrix(name: str, weight: Matrix, shape: tuple[int, int, int], scheme
     factors = (shape[0], *(-(-size // side) for size, side in zip(shape[1:], group, strict=True)))
     expect_tensor(f"{name}.values", weight.values, scheme.values, (*shape[:2], columns))
     expect_tensor(f"{name}.sf", weight.sf, scheme.sf, factors)
-    if scheme.sf == torch.float8_e4m3fn:
+    if scheme.sf == torch.float8_e4m3fn or weight.order == fp8_fragments.ORDER:
         if weight.scale is None:
             raise ValueError(f"expected a tensor {name}.scale, got none")
         expect_tensor(f"{name}.scale", weight.scale, torch.float32, shape[:2])

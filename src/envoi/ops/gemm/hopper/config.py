@@ -92,6 +92,11 @@ class Config(Constant):
         return self.block_y * self.tiles_per_unit
 
     @property
+    def epilogue_in_place(self) -> bool:
+        """Return False: with swap_ab `to_token_major` moves products between threads."""
+        return False
+
+    @property
     def narrowed(self) -> bool:
         """Return True if block_y is no power of two, and one instruction computes it: see `runtime.narrow_wgmma`."""
         return self.swap_ab and self.block_y & self.block_y - 1 > 0

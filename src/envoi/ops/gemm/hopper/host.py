@@ -108,9 +108,9 @@ def _rows_per_factor(x: QuantTensor) -> str:
 def with_scales(ir: IR, of_a: str, of_b: str) -> IR:
     """Return the IR with the accumulator first multiplied by the factors of a and b, which are its first operands.
 
-    of_a, of_b: from `_rows_per_factor`.
+    of_a, of_b: from `_rows_per_factor`; without of_b, b has none.
     """
-    operands = (_factor(A_SF, of_a, ROW, "Row"), _factor(B_SF, of_b, COL, "Col"))
+    operands = (_factor(A_SF, of_a, ROW, "Row"), *((_factor(B_SF, of_b, COL, "Col"),) if of_b else ()))
     acc = next(position for position, node in enumerate(ir.nodes) if node.op == "acc")
     head = [ir.nodes[acc]]
     for operand in operands:

@@ -118,6 +118,14 @@ class TileConfig(Protocol):
         """Return the tokens of a TMA box that stores outputs, if `stored_in_boxes`."""
         ...
 
+    @property
+    def epilogue_in_place(self) -> bool:
+        """Return True if epilogues work on the products where the tensor cores leave them, with swap_ab.
+
+        A thread then has neighbouring features of a token or, after their pairs, single ones.
+        """
+        ...
+
     # schedule
 
     @property
@@ -168,6 +176,7 @@ class EqualTiles(Constant):
     columns_ahead = False
     narrowed = False
     stored_in_boxes = False
+    epilogue_in_place = False
     small_box = 0
     tiles_per_unit = 1
     block_y: int

@@ -18,7 +18,7 @@ from envoi.runtime.tma import descriptor, tma_ready
 from envoi.types import Matrix, QuantTensor
 
 
-def supports_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
+def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     """Return why the kernel can't run this; "" if it can."""
     if not isinstance(a, torch.Tensor) or a.dtype != torch.bfloat16:
         return "the tokens' format"

@@ -1,0 +1,102 @@
+"""GEMMs by expert with MXFP4 weights in the order for FP8 tokens: what the kernel can take, and its launch."""
+
+from functools import cache
+from typing import cast
+
+import torch
+
+from envoi.epilogues.ir import IR
+from envoi.epilogues.lower import Lowered, lower
+from envoi.epilogues.outputs import (
+    chunk_columns,
+    deferred,
+    empty_outputs,
+    operand_tensors,
+    output_specs,
+    reduces_rows,
+    rows_must_fit,
+)
+from envoi.ops.gemm.grouping import Grouping, RowMode
+from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
+from envoi.ops.gemm.hopper_w4a8.config import BLOCK_K, TILE, W4A8Config, w4a8_config
+from envoi.quant.fp8_fragments import ORDER, e4m3_tables
+from envoi.runtime import devices, workspace
+from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
+from envoi.types import Matrix, QuantTensor
+
+
+def why_not_w4a8(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
+    """Return why the kernel can't run this; "" if it can."""
+    if not isinstance(a, QuantTensor) or a.packed or a.sf.dtype != torch.float32 or a.group != (1, a.shape[-1]):
+        return "the tokens' format"
+    if not isinstance(b, QuantTensor) or b.order != ORDER:
+        return "the weights' order"
+    if grouping.write_tail:
+        return "rows of no expert are wanted"
+    if ir.takes_halves:
+        return "halves of the weights' rows"
+    if deferred(ir) or reduces_rows(ir) or rows_must_fit(ir):
+        return "values of whole rows"
+    return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
+
+
+def run(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping, config: W4A8Config | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list.
+
+    The product is of the weights without their scale, which is the epilogue's to multiply by, as with NVFP4.
+    """
+    written = empty_outputs(ir, output_specs(ir, out_dtype), a.shape[0], b.shape[-2], a.device, grouping.to)
+    if a.shape[0] > 0:
+        scaled = with_token_scale(ir)
+        tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
+        code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
+        _launch(a, b, offsets, code, tensors, written, grouping, config)
+    return written
+
+
+def with_token_scale(ir: IR) -> IR:
+    """Return the IR with the accumulator first multiplied by the tokens' factors, its first operand."""
+    return with_scales(ir, "row", "")
+
+
+def _launch(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
+    outputs: list[torch.Tensor], grouping: Grouping, config: W4A8Config | None,
+) -> None:  # fmt: skip
+    from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
+    from envoi.runtime.launch import launch
+
+    if config is None:
+        rows = grouping.likely_rows(a.shape[0])
+        config = w4a8_config(b.shape[-1], rows, b.shape[0], looks_up=not b.scales_at_most_2)
+    given = arguments(a, b, offsets, code, operands, outputs, config)
+    launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
+
+
+def arguments(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
+    outputs: list[torch.Tensor], config: W4A8Config,
+) -> tuple:  # fmt: skip
+    """Return the kernel's arguments."""
+    M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
+    nothing = torch.empty(0, dtype=torch.float32, device=a.device)  # no epilogue here reduces rows
+    words = b.values.flatten().view(torch.int32).view(-1, 256)
+    factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
+    return (
+        descriptor(tma_ready(a.values), config.block_y, BLOCK_K), unswizzled_descriptor(words, 4, 256),
+        unswizzled_descriptor(factors, 2, 32), tables_on(a.device) if config.looks_up else None,
+        operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
+        RowMode.of(True, False), max_experts(E, False),
+    )  # fmt: skip
+
+
+@cache
+def tables_on(device: torch.device) -> torch.Tensor:
+    """Return the tables of `envoi.quant.fp8_fragments` on a device, int64 [16], kept for the life of the process."""
+    tables = e4m3_tables().view(torch.int64).flatten()
+    if device.type == "meta":
+        return tables.to(device)
+    return workspace.in_another_thread(lambda: tables.to(device))

@@ -1,0 +1,278 @@
+"""GEMM by expert: MXFP4 weights widened to E4M3 in registers, FP8 tokens, any epilogue.
+
+One CTA on each SM, whose warps are split into roles:
+
+    role         warps   registers a thread   work
+    consumer 0   4       what the others leave    its features of each tile: widening, products, epilogue
+    consumer 1   4       232                      the next features, with the same tokens
+    producer     1       24                       TMA loads of tokens, weights and factors
+
+    acc += e4m3(weights of 64 of K) @ tokens of 64 of K       factors are in the operand, all else in the epilogue
+
+While the tensor cores multiply 64 of K, a consumer widens the next: products of two halves of a stage are in flight.
+
+    barrier   arrivals                           who waits   parity awaited
+    full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
+    empty     2: a consumer after its products   producer    (n & 1) ^ 1
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
+from envoi.epilogues.tile_gluon import halves
+from envoi.ops.gemm.hopper.problem import Problem
+from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile
+from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler
+from envoi.ops.gemm.hopper_w4a8.widening import operands, pairs_layout, words_layout
+from envoi.runtime.aggregate import aggregate
+from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
+
+
+@aggregate
+class Stages:
+    """Ring of stages: tokens of 128 of K each, and the weights of all consumers."""
+
+    tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128]
+    words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 4, 256]
+    factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2, 32]
+    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
+    full: gl.shared_memory_descriptor
+    cfg: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(x_desc, w_desc, f_desc, cfg: gl.constexpr):
+        """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
+        num_stages: gl.constexpr = cfg.num_stages
+        num_tiles: gl.constexpr = cfg.num_stages * cfg.num_row_tiles
+        tokens = gl.allocate_shared_memory(x_desc.dtype, [num_stages] + x_desc.block_type.shape, x_desc.layout)
+        words = gl.allocate_shared_memory(gl.int32, [num_tiles] + w_desc.block_type.shape, w_desc.layout)
+        factors = gl.allocate_shared_memory(gl.int32, [num_tiles] + f_desc.block_type.shape, f_desc.layout)
+        empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+        set_up_together()
+        for i in gl.static_range(num_stages):
+            mbarrier.init(empty.index(i), count=cfg.num_consumers)
+            mbarrier.init(full.index(i), count=1)
+        return Stages(tokens, words, factors, empty, full, cfg)
+
+    @gluon.jit
+    def fill(self, x_desc, w_desc, f_desc, step, token, first_tile, k_stage):
+        """Producer: load the k_stage-th 128 of K of the tokens from `token` on and of the row tiles from first_tile on.
+
+        step: since the kernel began. Of tiles after an expert's last one no product is used.
+        """
+        cfg: gl.constexpr = self.cfg
+        num_row_tiles: gl.constexpr = cfg.num_row_tiles
+        stage = step % cfg.num_stages
+        mbarrier.wait(self.empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
+        full = self.full.index(stage)
+        weight_bytes: gl.constexpr = (w_desc.block_type.nbytes + f_desc.block_type.nbytes) * cfg.num_row_tiles
+        mbarrier.expect(full, x_desc.block_type.nbytes + weight_bytes)
+        tma_load(x_desc, [token, k_stage * 128], full, self.tokens.index(stage))
+        for r in gl.static_range(num_row_tiles):
+            tile = (first_tile + r) * cfg.num_steps + k_stage * 2
+            slot = stage * cfg.num_row_tiles + r
+            tma_load(w_desc, [tile * 2, 0], full, self.words.index(slot))
+            tma_load(f_desc, [tile, 0], full, self.factors.index(slot))
+
+    @gluon.jit
+    def wait(self, step):
+        """Consumer: wait until the stage of a step has been loaded."""
+        mbarrier.wait(self.full.index(step % self.cfg.num_stages), (step // self.cfg.num_stages) & 1)
+
+    @gluon.jit
+    def tokens_of(self, step, BLOCK: gl.constexpr):
+        """Consumer: return the tokens of 32 of K, [32, block_y]."""
+        return self.tokens.index(step % self.cfg.num_stages).slice(BLOCK * 32, 32, 1).permute((1, 0))
+
+    @gluon.jit
+    def widened(self, step, row_tile, lut, HALF: gl.constexpr, dot: gl.constexpr):
+        """Consumer: return the operands of a tile: half HALF of a stage, one of its row tiles."""
+        slot = step % self.cfg.num_stages * self.cfg.num_row_tiles + row_tile
+        words = self.words.index(slot).slice(2 * HALF, 2, 0).load(words_layout)
+        factors = self.factors.index(slot).slice(HALF, 1, 0).load(pairs_layout).reshape([32])
+        return operands(words, factors, lut, self.cfg.looks_up, dot)
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: give the stage of a step back. Products that read it must have completed."""
+        mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1)
+
+
+@gluon.jit
+def producer(x_desc, w_desc, f_desc, stages, problem):
+    """Role: fill the stages, tile after tile."""
+    cfg: gl.constexpr = problem.cfg
+    scheduler = TileScheduler.create(problem)
+    num_row_tiles = problem.N // 64
+    step = 0
+    for t in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
+        tile = scheduler.tile(t)
+        first_tile = tile.expert * num_row_tiles + tile.x // 64
+        for k in range(cfg.stages_of_k):
+            stages.fill(x_desc, w_desc, f_desc, step, tile.y, first_tile, k)
+            step += 1
+
+
+@gluon.jit
+def multiply(accs, stages, step, lut, R: gl.constexpr, HALVES: gl.constexpr, dot: gl.constexpr):
+    """Return the accumulators of a consumer's row tiles plus the products of HALVES times 64 of K, from `step` on.
+
+    The products of one half are in flight while the next half is widened.
+    """
+    cfg: gl.constexpr = stages.cfg
+    row_tiles: gl.constexpr = cfg.row_tiles
+    for i in gl.static_range(HALVES):
+        if i % 2 == 0:
+            stages.wait(step + i // 2)
+        made = ()
+        for r in gl.static_range(row_tiles):
+            a0, a1 = stages.widened(step + i // 2, R * row_tiles + r, lut, i % 2, dot)
+            acc = warpgroup_mma(a0, stages.tokens_of(step + i // 2, i % 2 * 2), accs[r], is_async=True)
+            acc = warpgroup_mma(a1, stages.tokens_of(step + i // 2, i % 2 * 2 + 1), acc, is_async=True)
+            made = made + (acc,)
+        if i + 1 < HALVES:
+            accs = waited(made, 2 * row_tiles)
+            if i > 0 and i % 2 == 0:
+                stages.release(step + i // 2 - 1)
+        else:
+            accs = waited(made, 0)
+            if i > 0 and i % 2 == 0:
+                stages.release(step + i // 2 - 1)
+            stages.release(step + i // 2)
+    return accs
+
+
+@gluon.jit
+def waited(accs, OUTSTANDING: gl.constexpr):
+    """Return the accumulators once at most so many products are in flight."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs),)
+    else:
+        return warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs)
+
+
+@gluon.jit
+def consumer(stages, lut, epilogue, R: gl.constexpr):
+    """Role: multiply this consumer's features of every tile, then the epilogue. R: which of the consumers."""
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    T: gl.constexpr = cfg.block_y
+    turn: gl.constexpr = cfg.stages_per_turn
+    full_stages: gl.constexpr = cfg.num_steps // 2
+    num_turns: gl.constexpr = full_stages // turn
+    row_tiles: gl.constexpr = cfg.row_tiles
+    rest: gl.constexpr = cfg.num_steps - num_turns * turn * 2  # halves
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 32])
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    scheduler = TileScheduler.create(problem)
+    buffers = EpilogueBuffers.create(epilogue, cfg)
+    step = 0
+    for t in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
+        tile = scheduler.tile(t)
+        accs = ()
+        for _r in gl.static_range(row_tiles):
+            accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
+        for _i in range(num_turns):
+            accs = multiply(accs, stages, step, lut, R, turn * 2, dot)
+            step += turn
+        if rest > 0:
+            accs = multiply(accs, stages, step, lut, R, rest, dot)
+            step += (rest + 1) // 2
+        share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
+        if share.x < problem.N:
+            finish(accs, share, buffers, epilogue)
+
+
+@gluon.constexpr_function
+def features_first(tokens, features):
+    """Return the layout [tokens, features] of `finish`: a thread's neighbouring features in neighbouring registers."""
+    over_features = [[0, 1], *([[0, 64]] if features == 128 else [])]
+    over_tokens = [[1, 0], *([8 << i, 0] for i in range((tokens // 8).bit_length() - 1))]
+    lanes, warps = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]]
+    return gl.DistributedLinearLayout([*over_features, *over_tokens], lanes, warps, [], [tokens, features])
+
+
+@gluon.jit
+def finish(accs, tile, buffers, epilogue):
+    """Run the epilogue on a consumer's features, some tokens at once, where the products are. tile: the first corner.
+
+    A thread has two neighbouring features of every token that it has, gate and up where they are in turn: nothing has
+    to be moved between threads, and 16 features of a warp are a whole sector of a row of bf16.
+    """
+    T: gl.constexpr = accs[0].shape[1]
+    cfg: gl.constexpr = epilogue.problem.cfg
+    if cfg.epilogue_tokens < T:
+        firsts = ()
+        seconds = ()
+        for r in gl.static_range(len(accs)):
+            first, second = halves(accs[r])
+            firsts = firsts + (first,)
+            seconds = seconds + (second,)
+        finish(firsts, tile, buffers, epilogue)
+        if tile.y + T // 2 < tile.row_end:
+            finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
+    else:
+        x = by_token(accs[0])
+        if len(accs) == 2:
+            x = gl.join(x, by_token(accs[1])).permute([0, 2, 1]).reshape([T, 128])
+        layout: gl.constexpr = features_first(T, x.shape[1])
+        x = gl.convert_layout(x, layout, assert_trivial=True)
+        own = of_tile(tile, epilogue)
+        at = ChunkPosition(tile.y, tile.x, tile.row_end, epilogue.problem.N)
+        nowhere = ChunkBuffers(epilogue.descs, buffers.stores, (buffers.loads, buffers.loaded, 0), 0, buffers.columns)
+        epilogue.code.visit(x, at, own.operands, own.outputs, nowhere, True, cfg)
+
+
+@gluon.jit
+def by_token(acc):
+    """Return an accumulator [64, T] as [T, 64], its features in order: rows g and g + 8 of 16 are 2 g and 2 g + 1."""
+    return acc.reshape([4, 2, 8, acc.shape[1]]).permute([3, 0, 2, 1]).reshape([acc.shape[1], 64])
+
+
+@gluon.constexpr_function
+def consumer_registers(cfg):
+    """Return the registers a thread of the second consumer and of the producer."""
+    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, 24]
+
+
+# Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
+@gluon.jit(do_not_specialize=["M"])
+def w4a8_kernel(
+    x_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
+    cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
+):  # fmt: skip
+    """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
+
+    x_desc: TMA descriptor of E4M3 tokens [M, K], boxes [block_y, 128]. w_desc: of weights as int32 [2 * tiles, 256],
+    boxes [4, 256], two tiles along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables
+    of `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`;
+    they are flat because a launch takes no descriptor within a tuple.
+    """
+    stages = Stages.create(x_desc, w_desc, f_desc, cfg)
+    fence_async_shared()
+    problem = Problem(M, N, K, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg)
+    descs = (None, None, None, None)  # the epilogue loads and stores without TMA
+    rows = RowReductions(row_parts, row_counters)
+    epilogue = EpilogueArgs(descs, operands, outputs, rows, None, problem, code)
+    role_barrier()
+    if cfg.num_consumers == 1:
+        gl.warp_specialize([
+            (consumer, (stages, lut, epilogue, 0)),
+            (producer, (x_desc, w_desc, f_desc, stages, problem)),
+        ], [1], [24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (stages, lut, epilogue, 0)),
+            (consumer, (stages, lut, epilogue, 1)),
+            (producer, (x_desc, w_desc, f_desc, stages, problem)),
+        ], [4, 1], consumer_registers(cfg))  # fmt: skip

@@ -1,0 +1,172 @@
+"""MXFP4 weights and FP8 tokens on a Hopper GPU: the bits of E4M3 weights with the same numbers, and the layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.epilogues.library import expert_l2, store
+from envoi.ops.gemm.backend import run_kernels
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper_w4a8 import cases, host
+from envoi.ops.gemm.hopper_w4a8.config import TOKEN_TILES, W4A8Config, config_of, fitted
+from envoi.ops.moe import moe
+from envoi.ops.moe.experts import run_experts
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.permute import gather_rows, sort_slots
+from envoi.quant import dequantize, quantize
+from envoi.quant.formats import SCHEMES
+from envoi.quant.fp8_fragments import LEAST_SHIFT, ORDER, SPREAD, to_fp8_fragments
+from envoi.types import QuantTensor, Routing
+from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.launches import assert_same_code, watched
+from tests.moe.layers import (
+    Layer,
+    assert_a_graph_serves,
+    assert_others_keep_their_bits,
+    assert_same_bits_each_time,
+    make,
+)
+from tests.moe.test_gpu import on_gpu, with_ids
+from tests.moe.test_moe import KINDS
+
+pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
+
+FP8_SUMS = 2e-3  # of wgmma, whose sums of FP8 products keep 14 bits
+QUANTISED = 0.06  # tokens, and what goes from L1 to L2
+NEAR = -5 - LEAST_SHIFT  # powers of two that rows of near shifts lack
+
+
+def random_weights(E: int, N: int, K: int, spread: int, seed: int = 0) -> QuantTensor:
+    source = torch.Generator("cuda").manual_seed(seed)
+    values = torch.randint(0, 256, (E, N, K // 2), generator=source, device="cuda", dtype=torch.uint8)
+    sf = torch.randint(112, 113 + spread, (E, N, K // 32), generator=source, device="cuda", dtype=torch.uint8)
+    return QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32))
+
+
+def as_e4m3(x: QuantTensor) -> QuantTensor:
+    """Return the same numbers as E4M3 with a scale for each row."""
+    numbers = dequantize(replace(x, scale=None), torch.float64)
+    return QuantTensor(numbers.to(torch.float8_e4m3fn), x.scale.unsqueeze(-1).contiguous(), (1, x.shape[-1]))
+
+
+def products(counts: list[int], N: int, K: int, spread: int, config: W4A8Config | None = None) -> torch.Tensor:
+    """Return the product for experts with so many rows, compared with E4M3 weights' and with float64's."""
+    E, total = len(counts), sum(counts)
+    packed = to_fp8_fragments(random_weights(E, N, K, spread))
+    tokens = quantize(torch.randn(total + 5, K, device="cuda"), "fp8_row")
+    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(torch.int32)
+    given = tokens, packed, offsets, expert_l2(False, True).ir, torch.float32, {"scale": packed.scale}, EXPERTS_ROWS
+    got = host.run(*given, config)[0][:total]
+    (of_e4m3,) = run_kernels(tokens, as_e4m3(packed), offsets, store.ir, torch.float32, {}, grouping=EXPERTS_ROWS)
+    assert_same_bits(got, of_e4m3[:total])
+    rows = dequantize(tokens, torch.float64)[:total].split(counts)
+    want = torch.cat([x @ w.T for x, w in zip(rows, dequantize(packed, torch.float64), strict=True)])
+    assert relative_error(got, want) < FP8_SUMS
+    return got
+
+
+@pytest.mark.parametrize("spread", [SPREAD - NEAR, SPREAD])
+@pytest.mark.parametrize(("N", "K"), [(64, 64), (128, 128), (320, 704), (576, 192), (128, 2880), (2880, 320)])
+@pytest.mark.parametrize("counts", [[3, 0, 17, 64], [130, 0, 1, 300, 65, 257], [0, 511, 0]])
+def test_sizes(counts, N, K, spread):
+    products(counts, N, K, spread)
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+@pytest.mark.parametrize("block_y", TOKEN_TILES)
+def test_every_tile_has_the_same_bits(block_y, looks_up):
+    counts, N, K = [130, 0, 1, 300], 320, 704
+    config = fitted(config_of(block_y, K, looks_up))
+    assert_same_bits(products(counts, N, K, SPREAD - NEAR, config), products(counts, N, K, SPREAD - NEAR))
+
+
+def outputs(layer: Layer) -> torch.Tensor:
+    packed = layer.pack("mxfp4_fp8")
+    assert packed.order == ORDER
+    got = moe(layer.tokens, layer.routing, packed)
+    want = moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
+    assert relative_error(got, want) < QUANTISED
+    return got
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_activations(tokens, kind):
+    outputs(on_gpu(make(tokens=tokens, hidden=512, intermediate=320, **KINDS[kind])))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(3, 128, 8), (100, 128, 4), (9, 512, 32), (200, 3, 2), (8, 33, 4)]
+)
+def test_numbers_of_experts(tokens, experts, k):
+    outputs(on_gpu(make(tokens, experts, k, 192, 128)))
+
+
+def test_hostile_routing():
+    layer = on_gpu(make(tokens=48, experts=6, k=4, hidden=512, intermediate=256))
+    slots = torch.arange(192, device="cuda").view(48, 4)
+    for ids in (torch.full_like(slots, 5), slots % 2, torch.where(slots % 3 == 0, slots % 6, -1)):
+        outputs(with_ids(layer, ids))
+    masked = moe(layer.tokens, with_ids(layer, torch.full_like(slots, -1)).routing, layer.pack("mxfp4_fp8"))
+    assert bool((masked == 0).all())
+
+
+def test_the_same_bits_a_hundred_times():
+    layer = on_gpu(make(tokens=300, experts=16, k=4, hidden=1024, intermediate=704))
+    assert_same_bits_each_time(layer, layer.pack("mxfp4_fp8"))
+
+
+def test_a_graph_serves_other_routings():
+    layers = [on_gpu(make(tokens=8, masked=masked, seed=i)) for i, masked in enumerate((0.0, 0.5, 1.0))]
+    packed, given = layers[0].pack("mxfp4_fp8"), on_gpu(make(tokens=8))
+    want = [moe(layer.tokens, layer.routing, packed) for layer in layers]
+    assert_a_graph_serves(given, packed, layers, want)
+
+
+def test_a_tokens_bits_do_not_depend_on_the_others():
+    layer = on_gpu(make(tokens=24, hidden=512, intermediate=256, masked=0.0))
+    packed = layer.pack("mxfp4_fp8")
+    assert_others_keep_their_bits(layer, packed)
+    many = on_gpu(make(tokens=500, hidden=512, intermediate=256, masked=0.0))
+    all_of_them = moe(many.tokens, many.routing, packed)
+    few = moe(many.tokens[:9], first_rows(many, 9), packed)
+    assert_same_bits(few, all_of_them[:9])
+
+
+def first_rows(layer: Layer, count: int) -> Routing:
+    """Return the routing of a layer's first tokens."""
+    ids, weights = layer.routing.topk_ids[:count], layer.routing.topk_weights[:count]
+    return replace(layer.routing, topk_ids=ids, topk_weights=weights)
+
+
+def test_rows_go_to_their_addresses():
+    layer = on_gpu(make(tokens=40, hidden=512, intermediate=256))
+    packed = layer.pack("mxfp4_fp8")
+    row_map = sort_slots(layer.routing.topk_ids, packed.num_local_experts)
+    rows, weights = gather_rows(layer.tokens, layer.routing.topk_weights, row_map, SCHEMES["fp8_row"])
+    want = run_experts(rows, weights, row_map.offsets, packed)
+    room = torch.zeros_like(want)
+    at = room.data_ptr() + torch.arange(len(room), device="cuda").flip(0) * room.stride(0) * room.itemsize
+    run_experts(rows, weights, row_map.offsets, packed, replace(EXPERTS_ROWS, to=at))
+    count = int(row_map.offsets[-1])
+    assert_same_bits(room.flip(0)[:count], want[:count])
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_what_runs_is_what_was_counted(case):
+    P, (N, K) = case.num_tokens * cases.NUM_TOPK, case.sizes
+    packed = to_fp8_fragments(random_weights(cases.NUM_EXPERTS, N, K, SPREAD if case.looks_up else 2))
+    tokens = quantize(torch.randn(P, K, device="cuda"), "fp8_row")
+    offsets = torch.arange(cases.NUM_EXPERTS + 1, device="cuda", dtype=torch.int32) * (P // cases.NUM_EXPERTS)
+    operands = {
+        "scale": packed.scale, "bias": torch.randn(packed.shape[:2], device="cuda"),
+        "weight": torch.rand(P, device="cuda"),
+    }  # fmt: skip
+    room, to = torch.empty(P, N, dtype=torch.bfloat16, device="cuda"), None
+    if case.kind == "sent":
+        to = room.data_ptr() + torch.arange(P, device="cuda") * N * room.itemsize
+    grouping, seen = replace(EXPERTS_ROWS, to=to), {}
+    with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
+        host.run(tokens, packed, offsets, case.epilogue.ir, torch.bfloat16, operands, grouping)
+    assert_same_code(case.title, cases.launch_of(case), seen)
