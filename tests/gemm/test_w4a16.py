@@ -125,11 +125,11 @@ def layer(experts=8, hidden=256, intermediate=128) -> few.Layer:
 
 
 def test_what_the_kernels_for_few_tokens_take():
-    assert few.supports(layer(), 16, 4) == ""
-    assert few.supports(layer(), 8 * few.MOST_ROWS, 1) == ""
-    assert few.supports(layer(), 8 * few.MOST_ROWS + 1, 1) == "too many tokens"
-    assert few.supports(layer(), 1, few.MAX_TOPK + 1) == "too many experts"
-    assert few.supports(layer(experts=few.MAX_EXPERTS + 1, hidden=64, intermediate=64), 1, 1) == "too many experts"
-    assert few.supports(layer(1, hidden=14336, intermediate=64), 1, 1) == "tokens too wide for shared memory"
+    assert few.why_not(layer(), 16, 4) == ""
+    assert few.why_not(layer(), 8 * few.MOST_ROWS, 1) == ""
+    assert few.why_not(layer(), 8 * few.MOST_ROWS + 1, 1) == "too many tokens"
+    assert few.why_not(layer(), 1, few.MAX_TOPK + 1) == "too many experts"
+    assert few.why_not(layer(experts=few.MAX_EXPERTS + 1, hidden=64, intermediate=64), 1, 1) == "too many experts"
+    assert few.why_not(layer(1, hidden=14336, intermediate=64), 1, 1) == "tokens too wide for shared memory"
     by_rows = replace(layer(), down=replace(layer().down, order="rows"))
-    assert few.supports(by_rows, 1, 1) == "the weights' order"
+    assert few.why_not(by_rows, 1, 1) == "the weights' order"

@@ -37,7 +37,7 @@ def run_layer(
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     few_tokens = None if batch_invariant else few_layer(experts)
-    if few_tokens is not None and not few.supports(few_tokens, *topk_ids.shape):
+    if few_tokens is not None and not few.why_not(few_tokens, *topk_ids.shape):
         return few.moe(tokens, topk_weights, topk_ids, few_tokens)
     if implementation(tokens.device) == "hopper" and not hopper_few.why_not_few(experts, *topk_ids.shape):
         return hopper_few.run_few(tokens, topk_weights, topk_ids, experts)

@@ -345,10 +345,10 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
     if implementation(experts.device) != "hopper" or gate_up.group not in ((1, 32), (1, 16)):
         return experts
     activations = format_named(experts.format).activations
-    supports, put = why_not_fragments, to_fragments
+    why_not, put = why_not_fragments, to_fragments
     if activations == SCHEMES["fp8_row"]:
-        supports, put = why_not_fp8_fragments, to_fp8_fragments
-    if activations == SCHEMES["mxfp8"] or supports(gate_up) or supports(down):
+        why_not, put = why_not_fp8_fragments, to_fp8_fragments
+    if activations == SCHEMES["mxfp8"] or why_not(gate_up) or why_not(down):
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))

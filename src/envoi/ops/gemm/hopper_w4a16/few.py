@@ -52,7 +52,7 @@ class Buffers:
     out: torch.Tensor  # bf16 [num_tokens, H]
 
 
-def supports(layer: Layer, num_tokens: int, num_topk: int) -> str:
+def why_not(layer: Layer, num_tokens: int, num_topk: int) -> str:
     """Return why the kernels for few tokens can't run this, or aren't faster; "" if they can."""
     if layer.gate_up.order != "fragments" or layer.down.order != "fragments":
         return "the weights' order"
