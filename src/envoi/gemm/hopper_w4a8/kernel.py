@@ -1,15 +1,15 @@
 """GEMM by expert: MXFP4 weights widened to E4M3 in registers, FP8 tokens, any epilogue.
 
-One CTA on each SM, whose warps are split into roles:
+Two or three CTAs on each SM: one's products hide another's epilogue. The warps of one are split into roles:
 
     role         warps   registers a thread   work
     consumer 0   4       what the others leave    its features of each tile: widening, products, epilogue
-    consumer 1   4       232                      the next features, with the same tokens
     producer     1       24                       TMA loads of tokens, weights and factors
 
     acc += e4m3(weights of 64 of K) @ tokens of 64 of K       factors are in the operand, all else in the epilogue
 
 While the tensor cores multiply 64 of K, a consumer widens the next: products of two halves of a stage are in flight.
+Configs may also have two consumers, which share a tile's tokens and have the next features each.
 
     barrier   arrivals                           who waits   parity awaited
     full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
@@ -87,20 +87,26 @@ class Stages:
         mbarrier.wait(self.empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
         if cfg.widths == 1:
             self.fill_tokens(descs, stage, tile.y, k_stage, 0)
-        elif width == 0:
-            self.fill_tokens(descs, stage, tile.y, k_stage, 0)
-        elif width == 1:
-            self.fill_tokens(descs, stage, tile.y, k_stage, 1)
-        elif width == 2:
-            self.fill_tokens(descs, stage, tile.y, k_stage, 2)
         else:
-            self.fill_tokens(descs, stage, tile.y, k_stage, 3)
+            self.fill_by_width(descs, stage, tile.y, k_stage, width)
         num_row_tiles: gl.constexpr = cfg.num_row_tiles
         for r in gl.static_range(num_row_tiles):
             row_tile = (first_tile + r) * cfg.num_steps + k_stage * 2
             slot = stage * num_row_tiles + r
             tma_load(descs.words, [row_tile * 2, 0], self.full.index(stage), self.words.index(slot))
             tma_load(descs.factors, [row_tile, 0], self.full.index(stage), self.factors.index(slot))
+
+    @gluon.jit
+    def fill_by_width(self, descs, stage, token, k_stage, width):
+        """Producer: `fill_tokens` for a width that is known at run time."""
+        if width == 0:
+            self.fill_tokens(descs, stage, token, k_stage, 0)
+        elif width == 1:
+            self.fill_tokens(descs, stage, token, k_stage, 1)
+        elif width == 2:
+            self.fill_tokens(descs, stage, token, k_stage, 2)
+        else:
+            self.fill_tokens(descs, stage, token, k_stage, 3)
 
     @gluon.jit
     def fill_tokens(self, descs, stage, token, k_stage, WIDTH: gl.constexpr):
@@ -207,15 +213,23 @@ def consumer(stages, lut, epilogue, R: gl.constexpr):
         tile, width = tiles.tile(t)
         if cfg.widths == 1:
             multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y)
-        elif width == 0:
-            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y)
-        elif width == 1:
-            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y // 2)
-        elif width == 2:
-            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y // 4)
         else:
-            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y // 8)
+            multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R)
         step += cfg.stages_of_k
+
+
+@gluon.jit
+def multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R: gl.constexpr):
+    """Run `multiply_tile` for a width that is known at run time."""
+    block_y: gl.constexpr = stages.cfg.block_y
+    if width == 0:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y)
+    elif width == 1:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 2)
+    elif width == 2:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 4)
+    else:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 8)
 
 
 @gluon.jit
@@ -302,10 +316,11 @@ def w4a8_kernel(
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
-    x_desc, few_desc: TMA descriptors of E4M3 tokens [M, K], boxes [block_y, 128] and [block_y / 8, 128]. w_desc: of weights as int32 [2 * tiles, 256],
-    boxes [4, 256], two tiles along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables
-    of `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`;
-    they are flat because a launch takes no descriptor within a tuple.
+    x_desc, few_desc: TMA descriptors of E4M3 tokens [M, K], boxes [block_y, 128] and, if an expert's last tile may be
+    narrower, [block_y / 8, 128], else None. w_desc: of weights as int32 [2 * tiles, 256], boxes [4, 256], two tiles
+    along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables of
+    `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`; they
+    are flat because a launch takes no descriptor within a tuple.
     """
     stages = Stages.create(x_desc, w_desc, f_desc, cfg)
     fence_async_shared()

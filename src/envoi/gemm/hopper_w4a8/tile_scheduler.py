@@ -22,7 +22,7 @@ def tiles_of_width(rows, WIDTH: gl.constexpr, block_y: gl.constexpr, widths: gl.
     """Return how many tiles of block_y >> WIDTH tokens so many rows take, with tiles of so many widths."""
     rest = rows % block_y
     holds = rest <= (block_y >> WIDTH)
-    if WIDTH + 1 < widths:
+    if widths > WIDTH + 1:
         holds = holds & (rest > (block_y >> (WIDTH + 1)))
     else:
         holds = holds & (rest > 0)
