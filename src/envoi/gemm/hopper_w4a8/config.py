@@ -22,7 +22,6 @@ class W4A8Config(SwappedTiles):
 
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
     memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`). ctas: on an SM.
-    widths: of an expert's last tile: 1, or 4, block_y and its half, quarter and eighth (`tile_scheduler`).
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
     """
 
@@ -34,7 +33,6 @@ class W4A8Config(SwappedTiles):
     looks_up: bool
     num_consumers: int
     ctas: int
-    widths: int = 1
     epilogue_tokens: int = 64
     rows_per_consumer: int = TILE  # of one run of the epilogue
     block_k: int = BLOCK_K

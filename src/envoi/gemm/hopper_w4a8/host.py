@@ -85,12 +85,9 @@ def arguments(
     nothing = torch.empty(0, dtype=torch.float32, device=a.device)  # no epilogue here reduces rows
     words = b.values.flatten().view(torch.int32).view(-1, 256)
     factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
-    tokens = tma_ready(a.values)
-    few = descriptor(tokens, config.block_y // 8, BLOCK_K) if config.widths > 1 else None
     return (
-        descriptor(tokens, config.block_y, BLOCK_K), few,
-        unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32),
-        tables_on(a.device) if config.looks_up else None,
+        descriptor(tma_ready(a.values), config.block_y, BLOCK_K), unswizzled_descriptor(words, 4, 256),
+        unswizzled_descriptor(factors, 2, 32), tables_on(a.device) if config.looks_up else None,
         operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip
