@@ -61,6 +61,8 @@ def hopper(monkeypatch):
 def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermediate, order, hopper):
     gate_up, down = weights(hidden, intermediate)
     assert pack(gate_up, down, "mxfp4").order == order
+    assert pack(gate_up, down, "mxfp4_fp8").order == order.replace("fragments", "fp8_fragments")
+    assert pack(gate_up * 2.0**20, down, "mxfp4_fp8").order == order.replace("fragments", "fp8_fragments")
     assert pack(gate_up, down, "mxfp4_mxfp8").order == "rows"
     assert pack(gate_up, down, "bf16").order == "rows"
     assert pack(gate_up * 2.0**20, down, "mxfp4").order == "rows"  # factors above 2
@@ -79,11 +81,19 @@ def test_a_hopper_gpu_reads_factors_where_they_are(format, hopper):
         assert_same_bits(weight.sf.view(torch.uint8), want.sf.view(torch.uint8))
 
 
-def test_the_order_changes_no_number_and_no_result(hopper):
+def test_rows_of_factors_too_far_apart_stay_by_rows(hopper):
+    gate_up, down = weights(256, 128)
+    gate_up[0, 3, :32] *= 2.0**-20
+    packed = pack(gate_up, down, "mxfp4_fp8")
+    assert (packed.gate_up.order, packed.down.order) == ("rows", "rows")
+
+
+@pytest.mark.parametrize(("format", "order"), [("mxfp4", "fragments"), ("mxfp4_fp8", "fp8_fragments")])
+def test_the_order_changes_no_number_and_no_result(format, order, hopper):
     layer = make(tokens=9)
-    packed = layer.pack("mxfp4")
+    packed = layer.pack(format)
     by_rows = replace(packed, gate_up=to_rows(packed.gate_up), down=to_rows(packed.down))
-    assert (packed.order, by_rows.order) == ("fragments", "rows")
+    assert (packed.order, by_rows.order) == (order, "rows")
     for got, want in zip(unpack(packed)[:2], unpack(by_rows)[:2], strict=True):
         assert_same_bits(got, want)
     # A CPU computes with what was packed for a GPU.

@@ -94,7 +94,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 # Kernels whose roles hand over words by mbarriers.
-HAND_OVER = "experts-both-gemms", "ep-fused"
+HAND_OVER = ("experts-both-gemms",)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from inspect import signature
 import pytest
 import torch
 
-from envoi import epilogue as language
+from envoi import epilogues as language
 from envoi.epilogues import Col, Row, Scalar, Tile, epilogue, pairs, topk, where
 from envoi.epilogues.operations import OPERATIONS
 from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole

@@ -13,7 +13,7 @@ MAX_STAGES = 8
 REGISTERS, PRODUCER_REGISTERS = 65536, 24  # of an SM, of a thread of the producer
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
 # Tokens of a tile, and how long 128 features of one take beside those of 64 tokens: notes/2026-11-fp8-fp4.md.
-TOKEN_TILES = {16: 0.75, 32: 0.81, 64: 1.0, 128: 1.36, 256: 2.32}
+TOKEN_TILES = {16: 0.75, 32: 0.81, 64: 1.0, 128: 1.38}
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,7 @@ def w4a8_config(K: int, num_rows: int, num_experts: int, looks_up: bool = False)
 
 def config_of(block_y: int, K: int, looks_up: bool = False) -> W4A8Config:
     """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
-    if block_y == 256:  # accumulators of two CTAs wouldn't fit
-        return W4A8Config(block_y, MAX_STAGES, K // TILE, 1, 2, looks_up, num_consumers=2, ctas=1)
-    return W4A8Config(block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=2)
+    return W4A8Config(block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=3 if block_y == 16 else 2)
 
 
 def fitted(config: W4A8Config) -> W4A8Config:

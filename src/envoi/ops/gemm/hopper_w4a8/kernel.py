@@ -1,15 +1,15 @@
 """GEMM by expert: MXFP4 weights widened to E4M3 in registers, FP8 tokens, any epilogue.
 
-One CTA on each SM, whose warps are split into roles:
+Two or three CTAs on each SM: one's products hide another's epilogue. The warps of one are split into roles:
 
     role         warps   registers a thread   work
     consumer 0   4       what the others leave    its features of each tile: widening, products, epilogue
-    consumer 1   4       232                      the next features, with the same tokens
     producer     1       24                       TMA loads of tokens, weights and factors
 
     acc += e4m3(weights of 64 of K) @ tokens of 64 of K       factors are in the operand, all else in the epilogue
 
 While the tensor cores multiply 64 of K, a consumer widens the next: products of two halves of a stage are in flight.
+Configs may also have two consumers, which share a tile's tokens and have the next features each.
 
     barrier   arrivals                           who waits   parity awaited
     full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
