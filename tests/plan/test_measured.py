@@ -86,8 +86,8 @@ def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_t
     assert plan.staged_us - plan.steps[0].time_us == pytest.approx(took, rel=0.15)
 
 
-# The model omits the sort of the slots and the wait for the rank with most rows: 7168/2048/256/8 with 2048 tokens on two
-# GPUs takes 1.13 of it.
+# The model omits the sort of the slots and the wait for the rank with most rows: 7168/2048/256/8 with 2048 tokens on
+# two GPUs takes 1.13 of it.
 @pytest.mark.parametrize(
     ("num_gpus", "format", "within"),
     [(4, "fp8_block128", 0.10), (2, "fp8_block128", 0.12), (4, "", 0.17), (1, "", 0.17), (1, "mxfp4", 0.10)],
