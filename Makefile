@@ -52,7 +52,7 @@ $(CONSTRAINTS):
 setup: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/envoi demo
+	$(BIN)/python -m examples.demo
 
 # Three processes even on two cores: tests of several ranks mostly wait.
 test: $(STAMP)

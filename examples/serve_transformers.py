@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import envoi.integrations.transformers
 
-MODEL = Path(__file__).parents[1] / "src" / "envoi" / "demo" / "tiny_moe" / "model"
+MODEL = Path(__file__).with_name("tiny_moe") / "model"
 
 
 def main(path: str | Path = MODEL, experts: str = "envoi_fp8_block128") -> torch.Tensor:

@@ -9,10 +9,10 @@ import envoi
 from envoi.epilogues import Col, Row, Scalar, col_sum, row_max, silu, softmax, topk, total_sum
 from envoi.experts import unpack
 from envoi.ops.indexer import indexer_topk
-from envoi.ops.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from envoi.quant.pack import with_checked_scales
 from tests.moe.layers import make
+from tools.oracles.indexer_workloads import one
 
 OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 SOURCE = torch.Generator().manual_seed(0)

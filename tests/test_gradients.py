@@ -8,9 +8,9 @@ from torch.autograd import forward_ad
 
 import envoi
 from envoi.epilogues import Col, Scalar
-from envoi.ops.indexer.workloads import one
 from envoi.quant import quantize
 from tests.moe.layers import make
+from tools.oracles.indexer_workloads import one
 
 LAYER = make(tokens=5, bias=True)
 PAGES = dict(zip(("q", "k_cache", "weights", "seq_lens", "block_table"), one((70, 3)).tensors(), strict=True))

@@ -8,12 +8,12 @@ import torch
 
 import envoi
 from envoi.epilogues import Col, HalfCol, HalfTile, Row, Scalar, Tile, pairs
-from envoi.ops.indexer.workloads import one
 from envoi.ops.moe.op import flatten, unflatten
 from envoi.quant import SCHEMES, quantize
 from envoi.runtime.custom_op import plain
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
+from tools.oracles.indexer_workloads import one
 
 SOURCE = torch.Generator().manual_seed(0)
 

@@ -10,15 +10,15 @@ import torch
 
 import envoi
 from envoi import cli
-from envoi.bench import tuning
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.indexer import certificate, certify
-from envoi.ops.indexer.workloads import one
 from envoi.ops.moe import warm_up
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import compile_here, find
+from envoi.tune import command as tuning
 from tests.helpers import fresh, stranger
 from tests.moe.layers import make
+from tools.oracles.indexer_workloads import one
 
 HOPPER = Target("sm_90", 132)
 EXPERTS = 4
@@ -28,6 +28,7 @@ import json, os, sys, warnings
 from tests.helpers import stranger
 home, *folders = sys.argv[1:]
 stranger.become(*folders)
+sys.path.insert(0, os.getcwd())  # what is imported later is there too
 os.chdir(folders[0])
 if home:
     os.environ["HOME"] = home

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from envoi import progress
-from envoi.demo.command import _bar
 from envoi.progress import Progress
+from examples.demo.command import _bar
 
 
 def work(**options) -> None:

@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import envoi
 from envoi.epilogues import Col, HalfTile, Row, Scalar, Tile, col_sum, pairs, row_max, topk, total_sum
-from envoi.ops.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
+from tools.oracles.indexer_workloads import one
 
 SOURCE = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Train the tiny byte-level Qwen3-MoE checkpoint of `envoi demo` on the Python standard library.
+"""Train the tiny byte-level Qwen3-MoE checkpoint of `make demo` on the Python standard library.
 
 A token is a byte, so there is no tokenizer. The files named in heldout.json are kept out of training and score the
 model. On CUDA the model runs in bfloat16, as its checkpoint will, and the optimiser holds float32 master weights;
@@ -21,7 +21,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-DEMO = Path(__file__).resolve().parents[2] / "src" / "envoi" / "demo" / "tiny_moe"
+DEMO = Path(__file__).resolve().parent
 MAX_CHECKPOINT_BYTES = 16_000_000
 SKIPPED_DIRS = {"site-packages", "dist-packages", "__pycache__"}
 BALANCE_COEF = 0.001  # on sum(load * probability) * experts, per layer: enough that no expert dies, skew remains

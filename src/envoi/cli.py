@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import envoi
 
-DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_fp8,mxfp4_mxfp8,nvfp4"
+FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_fp8,mxfp4_mxfp8,nvfp4"
 # Options by the arguments that they become, where those have other names.
 OPTIONS = {
     "num_ranks": "gpus", "num_hosts": "hosts", "num_topk": "topk", "num_tokens": "tokens", "num_experts": "experts",
@@ -28,10 +28,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; return the exit status: 2 for a mistake or a full disk, 141 if the reader has gone."""
+    """Run a command line; return the exit status."""
+    return run_program(_parser(), argv)
+
+
+def run_program(parser: Parser, argv: list[str] | None = None) -> int:
+    """Run a command line; return the exit status: 2 for a mistake or a full disk, 141 if the reader has gone.
+
+    parser: sets `run`, a function of the arguments that returns the status, and `command`, its name.
+    """
     try:
         try:
-            return _run(argv)
+            return _run(parser, argv)
         finally:
             if sys.stdout is not None:  # None if the caller has closed it
                 sys.stdout.flush()  # here: at interpreter exit an error would print a traceback
@@ -61,8 +69,8 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(argv: list[str] | None) -> int:
-    args = _parser().parse_args(argv)
+def _run(parser: Parser, argv: list[str] | None) -> int:
+    args = parser.parse_args(argv)
     try:
         return args.run(args)
     except (ValueError, FileNotFoundError, PermissionError) as error:
@@ -93,10 +101,8 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"envoi {envoi.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help, add_arguments, run in (
-        ("demo", "a trained MoE model answers through Envoi: a table and a picture", _demo_arguments, _run_demo),
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
-        ("bench", "measure Envoi and torch", _bench_arguments, _run_bench),
-        ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
+        ("tune", "measure the configs of a GEMM on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, _run_warm_up),
         ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
         ("trace", "record one expert-parallel MoE call on its GPUs, as a timeline", _trace_arguments, _run_trace),
@@ -106,25 +112,6 @@ def _parser() -> Parser:
         command.set_defaults(run=run)
         add_arguments(command)
     return parser
-
-
-def _demo_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", metavar="DIR", help="a checkpoint; default: the one that Envoi brings")
-    add("--text", metavar="FILE", help="text to evaluate on; default: standard library modules that training never saw")
-    add("--bytes", metavar="N", type=int, default=8192, help="how much of the text; default: %(default)s")
-    add("--prompt", metavar="STR", default="def ", help="a beginning to continue; default: %(default)r")
-    add("--new-bytes", metavar="N", type=int, default=160, help="how far; default: %(default)s")
-    add("--ranks", metavar="N", type=int, default=4, help="processes that share one layer; default: %(default)s")
-    add("--formats", metavar="A,B", default=DEMO_FORMATS, help="number formats; default: %(default)s")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
-    add("--out", metavar="FILE", default="demo.png", help="the picture, .png, .pdf or .svg; default: %(default)s")
-
-
-def _run_demo(args: argparse.Namespace) -> int:
-    from envoi.demo import command
-
-    return command.run(args)
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,30 +124,17 @@ def _run_info(args: argparse.Namespace) -> int:
     return info.run(args)
 
 
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from envoi.bench import command
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    from envoi.tune import command
 
     parser.description = command.DESCRIPTION
     command.add_arguments(parser)
 
 
-def _run_bench(args: argparse.Namespace) -> int:
-    from envoi.bench import command
+def _run_tune(args: argparse.Namespace) -> int:
+    from envoi.tune import command
 
     return command.run(args)
-
-
-def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    from envoi.bench import tuning
-
-    parser.description = tuning.DESCRIPTION
-    tuning.add_arguments(parser)
-
-
-def _run_tune(args: argparse.Namespace) -> int:
-    from envoi.bench import tuning
-
-    return tuning.run(args)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +147,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", metavar="GB/s", type=float, help="sent between hosts by one GPU; default: 45, of 400 Gb/s")
     add("--collective", metavar="US", type=float, help="time of a collective between hosts without bytes; default: 30")
     add("--presum", action="store_true", help="each host sends one sum of a token's rows; default: all rows")
-    add("--format", metavar="NAME", default="bf16", help=f"of {DEMO_FORMATS}; default: %(default)s")
+    add("--format", metavar="NAME", default="bf16", help=f"of {FORMATS}; default: %(default)s")
     add("--arch", metavar="NAME", default="sm_90", help="sm_90 (H200) or sm_100 (B200); default: %(default)s")
     add("--max-tokens", metavar="N", type=int, help="of one GPU, for the size of buffers; default: --tokens")
     add("--json", action="store_true", help="the same as one JSON object")
@@ -204,14 +178,14 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     trace .."""
     _layer_arguments(parser)
     add = parser.add_argument
-    add("--format", metavar="NAME", default="fp8_block128", help=f"of {DEMO_FORMATS}; default: %(default)s")
+    add("--format", metavar="NAME", default="fp8_block128", help=f"of {FORMATS}; default: %(default)s")
     add("--skew", metavar="X", type=float, default=1.0, help="expert 0 has X times its share; default: %(default)s")
     add("--out", metavar="FILE", default="trace.json.gz", help="for ui.perfetto.dev; default: %(default)s")
     add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
 
 
 def _run_trace(args: argparse.Namespace) -> int:
-    from envoi.bench import trace_command
+    from envoi.ops.moe.parallel import trace_command
 
     return trace_command.run(args)
 
@@ -228,7 +202,7 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
         ("max-tokens", "the most tokens that a call has on a GPU"),
     ):
         add(f"--{name}", metavar="N", type=int, required=True, help=about)
-    add("--format", metavar="NAME", default="bf16", help=f"of {DEMO_FORMATS}; default: %(default)s")
+    add("--format", metavar="NAME", default="bf16", help=f"of {FORMATS}; default: %(default)s")
     add("--activation", metavar="NAME", default="swiglu", help="as for envoi.experts.pack; default: %(default)s")
     add("--bias", action="store_true", help="experts have biases")
     add("--ranks", metavar="N", type=int, default=1, help="GPUs that share the experts over NVLink; default: 1")

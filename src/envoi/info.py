@@ -5,11 +5,12 @@ import itertools
 import json
 import platform
 import textwrap
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import envoi
 from envoi import env
-from envoi.bench.machine import cpu_name, version_of
 from envoi.table import WIDTH, align, fold
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors")
@@ -41,6 +42,22 @@ def collect() -> dict[str, Any]:
         "operators": [{"operator": name, **backend(name, devices)} for name in OPERATORS],
         "transport": transport(devices),
     }
+
+
+def cpu_name() -> str:
+    """Return the CPU's model as Linux reports it, followed by " (CPU)"."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()} (CPU)"
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of a package, None if it isn't installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Sample measurement for tests."""
 
-from envoi.bench.evidence import Measurement
+from bench.evidence import Measurement
 
 
 def sample(**changes) -> Measurement:

@@ -1,4 +1,4 @@
-"""sgl-deep-gemm in a process of its own: a stand-in that computes, the file, and what `envoi bench --theirs` takes."""
+"""sgl-deep-gemm in a process of its own: a stand-in that computes, the file, and what `--theirs` takes."""
 
 import json
 import sys
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from envoi import cli
-from envoi.bench import evidence, theirs
-from envoi.bench.shapes import Case, MoeShape, cases, moe_name
-from envoi.bench.suites import deep_gemm_ranks, moe
-from envoi.bench.timing import Clock, Timing, symmetric_barrier
-from envoi.bench.trial import Trial
+from bench import evidence, theirs
+from bench.__main__ import main
+from bench.shapes import Case, MoeShape, cases, moe_name
+from bench.suites import deep_gemm_ranks, moe
+from bench.trial import Trial
+from envoi.tune.timing import Clock, Timing, symmetric_barrier
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -142,8 +142,8 @@ def measured_elsewhere(tmp_path):
 
 def test_the_command_measures_the_cases_of_the_file_and_warns_of_an_old_version(measured_elsewhere, tmp_path, capsys):
     out = tmp_path / "results"
-    given = ["bench", "moe", "--device", "cpu", "--repeat", "1", "--theirs", measured_elsewhere, "--out", str(out)]
-    assert cli.main(given) == 0
+    given = ["moe", "--device", "cpu", "--repeat", "1", "--theirs", measured_elsewhere, "--out", str(out)]
+    assert main(given) == 0
     [m] = evidence.read(out / "cpu.jsonl")
     assert (m.case, m.baselines["sgl_deep_gemm"]) == ("256/128/8/2 bf16 tokens=64", 7.0)
     assert m.details["sgl-deep-gemm"] == "0.1.5.post1"
@@ -154,5 +154,5 @@ def test_the_command_measures_the_cases_of_the_file_and_warns_of_an_old_version(
 
 @pytest.mark.parametrize("given", ["vllm", "vllm=", "vlm=0.33.0", "=1"])
 def test_a_version_of_no_library_is_refused(given, capsys):
-    assert cli.main(["bench", "moe", "--device", "cpu", "--peer-version", given]) == 2
+    assert main(["moe", "--device", "cpu", "--peer-version", given]) == 2
     assert "--peer-version: expected NAME=VERSION of vllm, humming-kernels" in capsys.readouterr().err

@@ -5,21 +5,22 @@ from typing import cast
 import pytest
 import torch
 
-from envoi import cli
-from envoi.bench import command, problems
-from envoi.bench.evidence import load
-from envoi.bench.libraries import OF_BASELINE
-from envoi.bench.shapes import GemmShape, GroupedShape, MoeShape, Options, RouterShape, cases, drawn_rows
-from envoi.bench.suites import drawn, measure, module_of, rehearsal, router
-from envoi.bench.suites.models import MODELS, linears
-from envoi.bench.timing import Clock
-from envoi.bench.trial import Bench, Compiler
+from bench import command
+from bench.__main__ import main
+from bench.evidence import load
+from bench.libraries import OF_BASELINE
+from bench.shapes import GemmShape, GroupedShape, MoeShape, Options, RouterShape, cases, drawn_rows
+from bench.suites import drawn, measure, module_of, rehearsal, router
+from bench.suites.models import MODELS, linears
+from bench.trial import Bench, Compiler
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.candidates import default_config
 from envoi.ops.moe.router import presets
-from envoi.ops.moe.router.cases import rule_of
 from envoi.quant.formats import FORMATS
 from envoi.runtime.kernel_case import NUM_SMS
+from envoi.tune import problems
+from envoi.tune.timing import Clock
+from tools.kernel_cases.router import rule_of
 
 from .test_suites import ROOF, max_error
 
@@ -105,7 +106,7 @@ def test_routers_are_those_of_the_presets():
 
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_the_eager_router_is_that_of_the_preset(name):
-    from envoi.bench.suites.eager_router import eager_route
+    from bench.suites.eager_router import eager_route
     from envoi.ops.moe.router import reference
 
     preset = presets.preset(name)
@@ -119,19 +120,19 @@ def test_the_eager_router_is_that_of_the_preset(name):
 
 @pytest.mark.parametrize(("count", "said"), [("0", "got 0"), ("1001", "got 1001")])
 def test_a_count_out_of_range_is_refused(count, said, capsys):
-    assert cli.main(["bench", "gemm_drawn", "--list", "--count", count]) == 2
+    assert main(["gemm_drawn", "--list", "--count", count]) == 2
     assert f"--count: expected 1 to {command.MAX_COUNT}, {said}" in capsys.readouterr().err
 
 
 def test_the_command_lists_what_the_seed_draws(capsys):
-    assert cli.main(["bench", "gemm_drawn", "--list", "--seed", "7", "--count", "5"]) == 0
+    assert main(["gemm_drawn", "--list", "--seed", "7", "--count", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[1] for line in lines] == [case.name for case in cases("gemm_drawn", Options(7, 5))]
 
 
 def test_the_seed_stands_in_the_evidence(tmp_path):
-    arguments = ["bench", "router_drawn", "--device", "cpu", "--repeat", "1", "--seed", "11", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
+    arguments = ["router_drawn", "--device", "cpu", "--repeat", "1", "--seed", "11", "--out", str(tmp_path)]
+    assert main(arguments) == 0
     found = load(tmp_path)["cpu"]
     assert len(found) == drawn.CPU_COUNT
     assert all(m.details == {"seed": 11} for m in found)
@@ -150,8 +151,8 @@ def test_untuned_measures_the_model_alone_and_says_so(tmp_path, monkeypatch):
         seen.append(([case.name for case in fitting], planned.chosen(NUM_SMS)))
         return [], 0
 
-    monkeypatch.setattr("envoi.bench.runner.run_cases", measure)
-    assert cli.main(["bench", "gemm_drawn", "--device", "cpu", "--untuned"]) == 0
+    monkeypatch.setattr("bench.runner.run_cases", measure)
+    assert main(["gemm_drawn", "--device", "cpu", "--untuned"]) == 0
     (names, chosen), = seen  # fmt: skip
     assert all(name.startswith("untuned ") for name in names)
     assert chosen != other

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envoi.bench.evidence import (
+from bench.evidence import (
     BASELINES,
     KEYS,
     SUITES,

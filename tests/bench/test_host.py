@@ -5,12 +5,12 @@ import time
 import pytest
 import torch
 
-from envoi import cli
-from envoi.bench.shapes import HostShape, MoeShape, cases
-from envoi.bench.suites import host, measure, rehearsal
-from envoi.bench.timing import Clock
-from envoi.bench.trial import Bench
+from bench.__main__ import main
+from bench.shapes import HostShape, MoeShape, cases
+from bench.suites import host, measure, rehearsal
+from bench.trial import Bench
 from envoi.quant.formats import FORMATS
+from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks
 
 from .test_suites import CPU, ROOF
@@ -91,14 +91,14 @@ def test_ranks_measure_together_and_the_slowest_counts(suite, baseline):
 
 
 def test_calls_over_ranks_say_so(capsys):
-    assert cli.main(["bench", "host", "--list"]) == 0
+    assert main(["host", "--list"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "over ranks]" in line]
     assert len(lines) == 5
     assert all("ExpertParallel.moe" in line for line in lines)
 
 
 def test_one_process_is_told_that_a_case_needs_several(capsys):
-    assert cli.main(["bench", "host", "--case", "ExpertParallel", "--device", "cpu"]) == 2
+    assert main(["host", "--case", "ExpertParallel", "--device", "cpu"]) == 2
     assert "expected a case that runs on cpu, got none" in capsys.readouterr().err
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from envoi.bench import libraries, machine
-from envoi.bench.evidence import BASELINES, append, load, read
-from envoi.bench.libraries import LIBRARIES, OF_BASELINE, is_old, label, newest_only, outdated
-from envoi.bench.pages import pages, picture_cases, render
-from envoi.bench.summary import peers
+from bench import libraries
+from bench.evidence import BASELINES, append, load, read
+from bench.libraries import LIBRARIES, OF_BASELINE, is_old, label, newest_only, outdated
+from bench.pages import pages, picture_cases, render
+from bench.summary import peers
 
 from .samples import sample
 
@@ -122,7 +122,7 @@ def test_the_picture_is_of_the_newest_version_on_most_gpus(tmp_path):
 
 def test_versions_come_from_the_distribution_the_module_or_the_command(monkeypatch):
     installed = {"vllm": "0.33.0"}
-    monkeypatch.setattr(machine, "version_of", installed.get)
+    monkeypatch.setattr(libraries, "version_of", installed.get)
     for name, contents in (("humming", {"__version__": "0.1.19"}), ("triton_kernels", {}), ("deep_gemm", {})):
         module = types.ModuleType(name)
         module.__dict__.update(contents)

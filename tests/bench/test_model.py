@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers.cache_utils import StaticLayer
 
-from envoi import cli
-from envoi.bench.evidence import load
-from envoi.bench.shapes import ModelShape, Options, cases
-from envoi.bench.suites import measure, model
-from envoi.bench.suites.models import MODELS
-from envoi.bench.timing import Clock
-from envoi.bench.trial import Bench, Compiler
+from bench.__main__ import main
+from bench.evidence import load
+from bench.shapes import ModelShape, Options, cases
+from bench.suites import measure, model
+from bench.suites.models import MODELS
+from bench.trial import Bench, Compiler
 from envoi.integrations import transformers as integration
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.rehearsal import find
+from envoi.tune.timing import Clock
 
 from .test_suites import CPU, ROOF
 
@@ -47,15 +47,15 @@ def test_the_default_layers_fit_and_one_more_does_not(name):
 def test_layers_can_be_chosen(capsys):
     shapes = [case.shape for case in cases("model", Options(layers=3))]
     assert {shape.num_layers for shape in shapes if isinstance(shape, ModelShape)} == {3}
-    assert cli.main(["bench", "model", "--list", "--layers", "3"]) == 0
+    assert main(["model", "--list", "--layers", "3"]) == 0
     assert "sizes x3, decode 64 compiled fp8_block128" in capsys.readouterr().out
-    assert cli.main(["bench", "model", "--list", "--layers", "0"]) == 2
+    assert main(["model", "--list", "--layers", "0"]) == 2
     assert "--layers: expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_the_evidence_has_tokens_per_second(tmp_path, capsys):
-    arguments = ["bench", "model", "--device", "cpu", "--repeat", "2", "--layers", "1", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--case", "prefill"]) == 0
+    arguments = ["model", "--device", "cpu", "--repeat", "2", "--layers", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--case", "prefill"]) == 0
     (found,) = load(tmp_path)["cpu"]
     assert found.case == "tiny sizes x1, prefill 2x8 bf16"
     assert set(found.baselines) == {"grouped_mm", "eager"}
@@ -256,8 +256,8 @@ def test_kernels_are_found_for_the_numbers_of_tokens():
 
 def test_cases_are_chosen_by_several_parts(capsys):
     parts = ["--case", "A3B sizes x8, prefill 4x", "--case", "A3B sizes x8, decode 16 in"]
-    assert cli.main(["bench", "model", "--list", "--layers", "8", *parts]) == 0
+    assert main(["model", "--list", "--layers", "8", *parts]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert cli.main(["bench", "model", "--list", "--case", "nowhere", "--case", "else"]) == 2
+    assert main(["model", "--list", "--case", "nowhere", "--case", "else"]) == 2
     assert "'nowhere' nor 'else' is in none of model" in capsys.readouterr().err

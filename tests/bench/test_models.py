@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from envoi.bench.suites.models import MODELS, Attention, LatentAttention, Linear, linears
+from bench.suites.models import MODELS, Attention, LatentAttention, Linear, linears
 from envoi.ops.moe.router.presets import PRESETS
 
 BY_NAME = {model.name: model for model in MODELS}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from envoi.bench.shapes import MoeShape, cases
-from envoi.bench.suites import measure, moe, moe_peers
-from envoi.bench.timing import Clock
-from envoi.bench.trial import Bench
+from bench.shapes import MoeShape, cases
+from bench.suites import measure, moe, moe_peers
+from bench.trial import Bench
 from envoi.quant import dequantize, quantize
+from envoi.tune.timing import Clock
 
 from .test_suites import CPU, ROOF
 

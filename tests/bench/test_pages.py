@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from envoi import cli
-from envoi.bench import charts
-from envoi.bench.evidence import SUITES, append, load
-from envoi.bench.pages import PICTURE, chart_name, of_suite, pages, picture_cases, render
-from envoi.bench.published import PUBLISHED
-from envoi.bench.shapes import cases
-from envoi.bench.summary import best_baseline, compared
+from bench import charts
+from bench.__main__ import main
+from bench.evidence import SUITES, append, load
+from bench.pages import PICTURE, chart_name, of_suite, pages, picture_cases, render
+from bench.published import PUBLISHED
+from bench.shapes import cases
+from bench.summary import best_baseline, compared
 
 from .samples import sample
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 DOCS = ROOT / "docs" / "benchmarks"
-REMEDY = "envoi bench --docs docs/benchmarks"
+REMEDY = "python -m bench --docs docs/benchmarks"
 
 
 def test_the_pages_agree_with_the_results():
@@ -165,7 +165,7 @@ def test_markers_that_cannot_be_served_are_refused(text, problem, tmp_path):
 def test_the_command_writes_all_of_it(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("<!-- bench:picture -->\n<!-- /bench -->\n")
-    assert cli.main(["bench", "--docs", str(tmp_path / "docs" / "benchmarks"), "--out", str(RESULTS)]) == 0
+    assert main(["--docs", str(tmp_path / "docs" / "benchmarks"), "--out", str(RESULTS)]) == 0
     picture = ROOT / "docs" / "assets" / PICTURE
     for path in [*DOCS.glob("*.md"), *DOCS.glob("*.svg"), *[picture] * picture.is_file()]:
         assert (tmp_path / path.relative_to(ROOT)).is_file(), path
@@ -178,12 +178,12 @@ def test_a_picture_without_measurements_is_taken_away(tmp_path, capsys):
     picture.parent.mkdir(parents=True)
     picture.write_text("an old one")
     (tmp_path / "README.md").write_text("<!-- bench:picture -->old<!-- /bench -->")
-    assert cli.main(["bench", "--docs", f"{tmp_path}/docs/benchmarks", "--out", f"{tmp_path}/results"]) == 0
+    assert main(["--docs", f"{tmp_path}/docs/benchmarks", "--out", f"{tmp_path}/results"]) == 0
     assert not picture.exists()
     assert "old" not in (tmp_path / "README.md").read_text()
 
 
 def test_the_command_wants_a_repository(tmp_path, capsys):
-    assert cli.main(["bench", "--docs", str(tmp_path / "none" / "benchmarks"), "--out", str(RESULTS)]) == 2
+    assert main(["--docs", str(tmp_path / "none" / "benchmarks"), "--out", str(RESULTS)]) == 2
     assert "--docs: expected docs/benchmarks of a repository" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from envoi.bench.shapes import MoeShape
-from envoi.bench.suites import indexer, moe, moe_peers, peers, router
-from envoi.bench.suites.peer_flashinfer import up_first
-from envoi.bench.timing import Clock
-from envoi.ops.indexer.workloads import one
-from envoi.ops.moe.router.cases import rule_of
+from bench.shapes import MoeShape
+from bench.suites import indexer, moe, moe_peers, peers, router
+from bench.suites.peer_flashinfer import up_first
 from envoi.quant import dequantize
 from envoi.quant.formats import SCHEMES
+from envoi.tune.timing import Clock
 from envoi.types import QuantTensor
+from tools.kernel_cases.router import rule_of
+from tools.oracles.indexer_workloads import one
 
 from .test_moe_peers import CPU, VALUES, install, install_operators, widen
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from envoi.bench import shapes
-from envoi.bench.evidence import SUITES
+from bench import shapes
+from bench.evidence import SUITES
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.quant.formats import FORMATS
 

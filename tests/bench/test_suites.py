@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from envoi import cli
-from envoi.bench import runner
-from envoi.bench.evidence import SUITES, load, read, to_line
-from envoi.bench.libraries import OF_BASELINE
-from envoi.bench.roof import Roof
-from envoi.bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
-from envoi.bench.suites import measure, model, moe, repeat_of
-from envoi.bench.timing import Clock
-from envoi.bench.trial import Bench
+from bench import runner
+from bench.__main__ import main
+from bench.evidence import SUITES, load, read, to_line
+from bench.libraries import OF_BASELINE
+from bench.roof import Roof
+from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
+from bench.suites import measure, model, moe, repeat_of
+from bench.trial import Bench
+from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_every_cpu_case_gives_a_measurement_that_is_right(case, traced_only):
 
 def test_a_wrong_result_shows_in_the_error(monkeypatch):
     case = next(case for case in CPU_CASES if isinstance(case.shape, GroupedShape))
-    from envoi.bench.suites import grouped
+    from bench.suites import grouped
 
     right = grouped.grouped_gemm
     monkeypatch.setattr(grouped, "grouped_gemm", lambda *args: right(*args).roll(1, dims=0))
@@ -77,7 +77,7 @@ def test_a_wrong_result_shows_in_the_error(monkeypatch):
 
 @pytest.mark.parametrize("suite", ["gemm", "gemm_swiglu", "gemm_quant", "gemm_epilogues"])
 def test_a_wrong_epilogue_shows_in_the_error(suite, monkeypatch):
-    from envoi.bench.suites import gemm
+    from bench.suites import gemm
 
     right = gemm.gemm
 
@@ -117,16 +117,16 @@ def test_measurements_are_kept_one_by_one(problem, tmp_path, monkeypatch, capsys
         return real(case, bench)
 
     monkeypatch.setattr(runner, "measure", lost)
-    arguments = ["bench", "gemm_epilogues", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
+    arguments = ["gemm_epilogues", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
     if isinstance(problem, Exception):
-        assert cli.main(arguments) == 1
+        assert main(arguments) == 1
         stdout, stderr = capsys.readouterr()
         assert f"gemm_epilogues {seen[1]}: failed: RuntimeError: no memory" in stdout
         assert f"envoi: 1 of {len(seen)} cases failed" in stderr
         assert [m.case for m in load(tmp_path)["cpu"]] == [seen[0], *seen[2:]]
     else:
         with pytest.raises(KeyboardInterrupt):
-            cli.main(arguments)
+            main(arguments)
         assert [m.case for m in load(tmp_path)["cpu"]] == [seen[0]]
 
 
@@ -138,7 +138,7 @@ def test_repeats_are_fixed_beforehand():
 
 def test_the_command_appends_and_prints(tmp_path, capsys):
     for _ in range(2):
-        assert cli.main(["bench", "gemm", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]) == 0
+        assert main(["gemm", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]) == 0
     stdout, _ = capsys.readouterr()
     names = [case.name for case in cases("gemm") if case.on_cpu]
     assert all(f"gemm {name}" in stdout for name in names)
@@ -148,12 +148,12 @@ def test_the_command_appends_and_prints(tmp_path, capsys):
 
 
 def test_nothing_is_written_unasked_and_a_filter_filters(tmp_path, capsys, monkeypatch):
-    from envoi.bench import evidence
+    from bench import evidence
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evidence, "append", None)
-    arguments = ["bench", "router", "--device", "cpu", "--repeat", "1", "--case", "512x8x128"]
-    assert cli.main(arguments) == 0
+    arguments = ["router", "--device", "cpu", "--repeat", "1", "--case", "512x8x128"]
+    assert main(arguments) == 0
     assert not list(tmp_path.iterdir())
     stdout, stderr = capsys.readouterr()
     assert sum(line.startswith("router ") for line in stdout.splitlines()) == 1
@@ -161,41 +161,37 @@ def test_nothing_is_written_unasked_and_a_filter_filters(tmp_path, capsys, monke
 
 
 def test_a_folder_that_is_a_file_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
-    from envoi.bench import runner
+    from bench import runner
 
     monkeypatch.setattr(runner, "run_cases", None)
     (tmp_path / "file").touch()
-    assert cli.main(["bench", "router", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
+    assert main(["router", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"envoi: --out: expected a folder, got the file {tmp_path / 'file'}\n"
 
 
-@pytest.mark.parametrize("out", [[], ["--out", "none"]])
-def test_numbers_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch, out):
-    from envoi.bench import machine
-
+def test_numbers_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "site-packages" / "envoi")
     text = "<!-- bench:h200:gemm:1 -->1.02x<!-- /bench -->\n"
     (tmp_path / "README.md").write_text(text)
     (tmp_path / "docs").mkdir()
-    assert cli.main(["bench", "--docs", "docs/benchmarks", *out]) == 2
+    assert main(["--docs", "docs/benchmarks", "--out", "none"]) == 2
     assert "--out: expected the folder of the results that --docs takes" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == text
 
 
 def test_list_prints_every_case(capsys):
-    assert cli.main(["bench", "--list"]) == 0
+    assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(len(cases(suite)) for suite in SUITES)
     assert any(line.endswith("256x512x512 bf16  [cpu]") for line in lines)
 
 
 def test_a_dirty_package_is_recorded_and_said(tmp_path, capsys, monkeypatch):
-    from envoi.bench import machine
+    from bench import machine
 
     monkeypatch.setattr(machine, "commit", lambda: "0123456789ab-dirty")
-    arguments = ["bench", "router", "--case", "512x8x128", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
+    arguments = ["router", "--case", "512x8x128", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
+    assert main(arguments) == 0
     assert "recorded as 0123456789ab-dirty" in capsys.readouterr().err
     assert load(tmp_path)["cpu"][0].commit == "0123456789ab-dirty"
 

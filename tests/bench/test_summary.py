@@ -1,6 +1,6 @@
 """Means over cases, by kind."""
 
-from envoi.bench.summary import best_baseline, compared, means, of_roof
+from bench.summary import best_baseline, compared, means, of_roof
 
 from .samples import sample
 

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from envoi.bench import timing
-from envoi.bench.roof import Roof, kind_of, measure_roof
-from envoi.bench.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
-from envoi.bench.trial import Compiler, relative_error, sample_rows, time_baselines, time_replays, time_rounds
+from bench.roof import Roof, kind_of, measure_roof
+from bench.trial import Compiler, sample_rows, time_baselines, time_replays, time_rounds
+from envoi.tune import timing
+from envoi.tune.inputs import relative_error
+from envoi.tune.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
 
 CPU = torch.device("cpu")
 

@@ -2,21 +2,25 @@
 
 import pytest
 
+from bench import shapes
+from bench import tuning as suites
+from bench.ahead import shapes_of
+from bench.evidence import SUITES
 from envoi import cli
-from envoi.bench import problems, shapes, tuning
-from envoi.bench.evidence import SUITES
 from envoi.ops.gemm.hopper import tune
-from envoi.ops.gemm.hopper.cases import launch_with
 from envoi.runtime.kernel_case import NUM_SMS, kernel_key
+from envoi.tune import command as tuning
+from envoi.tune import problems
+from tools.kernel_cases.gemm_hopper import launch_with
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
 CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
 
 
 def test_the_list_has_every_gemm_once(capsys):
-    assert cli.main(["tune", "--list"]) == 0
+    assert suites.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    found = problems.shapes_of(CASES)
+    found = shapes_of(CASES)
     assert len(lines) == len(set(lines)) == len(found)
     assert {case.shape for case in CASES} <= set(found)
     assert any(line.startswith("8192x4096x7168 bf16 swiglu_fp8 ") for line in lines)
@@ -71,21 +75,14 @@ def test_rows_as_routing_leaves_them(capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["router"], "SUITE: expected one of gemm, "),
-        (["gemm_drawn"], "SUITE: expected one of gemm, "),
         (["--shape", "16x64x64", "--out", "."], "--out: expected a file, got the folder ."),
         (["--shape", "1x2"], "--shape: expected MxNxK"),
         (["--shape", "0x2x3"], "--shape: expected MxNxK"),
-        (["gemm", "--shape", "16x64x64"], "--shape: expected no SUITE"),
         (["--shape", "16x64x64", "--format", "fp9"], "--format: expected one of"),
         (["--shape", "16x64x64", "--epilogue", "sigmoid"], "--epilogue: expected one of"),
         (["--shape", "16x64x64", "--groups", "0"], "--groups: expected at least 1"),
-        (["gemm", "--format", "fp8_row"], "--format: expected it only beside --shape"),
-        (["--epilogue", "swiglu"], "--epilogue: expected it only beside --shape"),
-        (["--groups", "4"], "--groups: expected it only beside --shape"),
         (["--shape", "16x64x64", "--drawn"], "--drawn: expected it only beside --groups"),
-        (["--case", "no such shape"], "--case: expected a part"),
-        (["--candidates", "0"], "--candidates: expected at least 1"),
+        (["--shape", "16x64x64", "--candidates", "0"], "--candidates: expected at least 1"),
     ],
 )
 def test_refusals(arguments, problem, capsys):
@@ -93,14 +90,27 @@ def test_refusals(arguments, problem, capsys):
     assert capsys.readouterr().err.startswith(f"envoi: {problem}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["router"], "SUITE: expected one of gemm, "),
+        (["gemm_drawn"], "SUITE: expected one of gemm, "),
+        (["--case", "no such shape"], "--case: expected a part"),
+    ],
+)
+def test_refusals_of_suites(arguments, problem, capsys):
+    assert suites.main([*arguments, "--list"]) == 2
+    assert capsys.readouterr().err.startswith(f"envoi: {problem}")
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli.main(["tune", "gemm"]) == 2
+    assert cli.main(["tune", "--shape", "16x64x64"]) == 2
     assert "expected a Hopper GPU" in capsys.readouterr().err
 
 
 def test_the_default_is_the_first_candidate():
-    known = [shape for shape in problems.shapes_of(CASES) if not shape.format.startswith("mx")]
+    known = [shape for shape in shapes_of(CASES) if not shape.format.startswith("mx")]
     for shape in known[::7]:
         planned = problems.planned(shape, 132)
         found = planned.promising(132, 6)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from envoi.demo import checkpoints
-from envoi.demo import model as lm
-from envoi.demo.text import find_model, read_text
 from envoi.experts import from_checkpoint, unpack
 from envoi.integrations.transformers import release, report
+from examples.demo import checkpoints
+from examples.demo import model as lm
+from examples.demo.text import find_model, read_text
 
 MODEL = find_model(None)
 CPU = torch.device("cpu")

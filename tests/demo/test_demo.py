@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from envoi import cli
-from envoi.demo import layer as moe_layer
-from envoi.demo import model as lm
-from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts
 from envoi.ops.moe.router import route
 from envoi.quant import FORMATS
+from examples.demo import layer as moe_layer
+from examples.demo import model as lm
+from examples.demo.__main__ import main
+from examples.demo.text import find_model, read_text
 from tests.helpers import fresh, ranks
 
 MODEL = find_model(None)
@@ -169,7 +169,7 @@ def test_an_empty_prompt_is_refused(model):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return fresh.run_module("envoi.cli", "demo", *arguments)
+    return fresh.run_module("examples.demo", *arguments)
 
 
 def test_the_whole_demo(tmp_path):
@@ -196,7 +196,7 @@ def test_the_whole_demo(tmp_path):
 )
 def test_bad_input_is_one_line_and_status_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        raise SystemExit(cli.main(["demo", *arguments]))  # argparse raises its own
+        raise SystemExit(main([*arguments]))  # argparse raises its own
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert len(said.strip().splitlines()) == 1

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from envoi.demo.picture import draw, figure, merged
 from envoi.ops.moe.parallel.load import Load
+from examples.demo.picture import draw, figure, merged
 
 ONE = {"route": 0.0421, "permute": 67.6, "experts": 1102.0, "combine": 69.7}
 MANY = {"route": 13.3, "dispatch": 34.3, "experts": 124.0, "combine": 144.7}

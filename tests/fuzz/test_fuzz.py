@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from tools.fuzz import __main__ as command
-from tools.fuzz import run
-from tools.fuzz.draw import Case, Draw
+from tests.fuzz import __main__ as command
+from tests.fuzz import run
+from tests.fuzz.draw import Case, Draw
 
 # Cases of each operator that take some seconds together; layers and caches are small.
 COUNTS = {
@@ -67,7 +67,7 @@ def test_findings_have_seed_description_problem_and_command(odd, capsys, tmp_pat
     given = ["gemm", "--seed", "2", "--count", "7", "--device", "cpu", "--record", str(record)]
     assert command.main(given) == 1
     said = capsys.readouterr().out
-    assert "gemm seed 3: number 3\n    3 is odd\n    python -m tools.fuzz gemm --seed 3 --count 1" in said
+    assert "gemm seed 3: number 3\n    3 is odd\n    python -m tests.fuzz gemm --seed 3 --count 1" in said
     assert "gemm seed 6: number 6\n    raised ValueError: no\n" in said
     assert "gemm seed 8: number 8\n    expected ValueError, and nothing was raised\n" in said
     assert "seed 2:" not in said and "seed 4:" not in said

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import envoi.epilogues.vocabulary
-from tools.fuzz import language
-from tools.fuzz.approx import Approx, exact
-from tools.fuzz.draw import Draw
-from tools.fuzz.endings import Program, epilogue_of
-from tools.fuzz.outputs import wrong_columns
+from tests.fuzz import language
+from tests.fuzz.approx import Approx, exact
+from tests.fuzz.draw import Draw
+from tests.fuzz.endings import Program, epilogue_of
+from tests.fuzz.outputs import wrong_columns
 
 NAMES = vars(envoi.epilogues.vocabulary)
 OPERATIONS = language.UNARY | language.BINARY | language.OVER_ROWS
@@ -89,7 +89,7 @@ def test_drawn_epilogues_have_every_operation():
 
 def test_an_epilogue_that_computes_something_else_is_caught(monkeypatch):
     import envoi
-    from tools.fuzz import run
+    from tests.fuzz import run
 
     original, caught, ran = envoi.gemm, 0, 0
     for seed in range(400):

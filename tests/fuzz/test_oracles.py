@@ -7,10 +7,10 @@ import torch
 
 import envoi
 from envoi.types import ExpertWeights, QuantTensor
-from tools.fuzz import approx, experts, formats, indexer, outputs, parallel, routing, run
-from tools.fuzz.approx import Approx
-from tools.fuzz.draw import Draw
-from tools.fuzz.formats import round_to, ulp
+from tests.fuzz import approx, experts, formats, indexer, outputs, parallel, routing, run
+from tests.fuzz.approx import Approx
+from tests.fuzz.draw import Draw
+from tests.fuzz.formats import round_to, ulp
 
 SEEDS = range(40)
 MODULES = {

@@ -9,8 +9,8 @@ from envoi.ops.gemm import api, backend
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.observer import rehearsing
+from tests.fuzz import run
 from tests.helpers.slow import mostly_slow
-from tools.fuzz import run
 from tools.machine_code.compile import compile_launch
 
 COUNTS = {"epilogue": 60, "gemm": 20, "grouped_gemm": 20}

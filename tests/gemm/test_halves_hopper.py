@@ -8,14 +8,14 @@ import torch
 
 from envoi.epilogues import epilogue, halves, library, silu
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper import cases as hopper_cases
 from envoi.ops.gemm.hopper import host
-from envoi.ops.gemm.hopper.cases import Case, Inputs
 from envoi.ops.gemm.hopper.config import Config, why_not
 from envoi.ops.gemm.hopper_mx import host as hopper_mx
 from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
 from tests.helpers.slow import mostly_slow
+from tools.kernel_cases import gemm_hopper as hopper_cases
+from tools.kernel_cases.gemm_hopper import Case, Inputs
 from tools.machine_code.compile import Binary, compile_launch
 
 CONCAT, INTERLEAVED = (library.expert_l1("swiglu", None, False, None, layout) for layout in ("concat", "interleaved"))

@@ -6,14 +6,15 @@ import json
 import pytest
 import torch
 
-from envoi.cases import kernel_cases
-from envoi.ops.gemm.hopper import cases, host, tune
-from envoi.ops.gemm.hopper.cases import CASES, NUM_SMS, Case, Inputs, inputs, planned
+from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config
 from envoi.ops.gemm.hopper.kernel import gemm_kernel
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import kernel_key
 from envoi.types import QuantTensor
+from tools.kernel_cases import gemm_hopper as cases
+from tools.kernel_cases import kernel_cases
+from tools.kernel_cases.gemm_hopper import CASES, NUM_SMS, Case, Inputs, inputs, planned
 
 CASE = Case("x", "store", 256, 512, 384)
 

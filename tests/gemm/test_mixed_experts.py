@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from envoi.epilogues import library
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.hopper.cases import Case, inputs, launch_with, planned
 from envoi.ops.gemm.hopper.config import Config, Problem, why_not
 from envoi.ops.gemm.hopper.mixed_experts import clamp_share, id_bits
 from envoi.ops.moe.one_launch.config import FEW, SQUARE, WIDE
+from tools.kernel_cases.gemm_hopper import Case, inputs, launch_with, planned
 from tools.machine_code.compile import compile_launch
 
 

@@ -8,7 +8,6 @@ import torch
 from envoi.epilogues.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
-from envoi.ops.gemm.cases import operands_of
 from envoi.ops.gemm.hopper_mx import host
 from envoi.ops.gemm.hopper_mx.config import (
     DEEP_TOKENS,
@@ -25,6 +24,7 @@ from envoi.ops.gemm.hopper_mx.host import why_not_mx
 from envoi.quant.pack import pad_factors
 from envoi.runtime.kernel_case import Launch
 from envoi.types import QuantTensor
+from tools.kernel_cases.operands import operands_of
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import record_of
 

@@ -9,15 +9,16 @@ import torch
 
 from envoi.epilogues import Col, Row, Tile, epilogue, gelu, library, pairs, row_sum
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.hopper import cases, host
 from envoi.ops.gemm.hopper import config as configs
+from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.candidates import candidates, default_config
-from envoi.ops.gemm.hopper.cases import CASES, inputs, planned
 from envoi.ops.gemm.hopper.config import NARROWED, Config, Problem, fitted, why_not
 from envoi.ops.gemm.hopper.kernel import gemm_kernel
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.runtime import triton_compat
 from tests.helpers.slow import mostly_slow
+from tools.kernel_cases import gemm_hopper as cases
+from tools.kernel_cases.gemm_hopper import CASES, inputs, planned
 from tools.machine_code.compile import compile_launch
 
 NUM_SMS = 132

@@ -10,17 +10,17 @@ from envoi.epilogues import epilogue, library, pairs, quantize, round_bf16
 from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import pairs_up
 from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
-from envoi.ops.gemm.hopper import cases as hopper_cases
 from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper import pairs as paired
 from envoi.ops.gemm.hopper.candidates import candidates
-from envoi.ops.gemm.hopper.cases import Case
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
 from envoi.ops.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
 from envoi.ops.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
+from tools.kernel_cases import gemm_hopper as hopper_cases
+from tools.kernel_cases.gemm_hopper import Case
 from tools.machine_code.compile import compile_launch
 
 LAYOUTS = ("interleaved", "concat")

@@ -6,13 +6,14 @@ import re
 import pytest
 import torch
 
-from envoi.cases import kernel_cases
 from envoi.epilogues import library
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.blackwell import cases, host, sf_layout
+from envoi.ops.gemm.blackwell import host, sf_layout
 from envoi.ops.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
+from tools.kernel_cases import gemm_blackwell as cases
+from tools.kernel_cases import kernel_cases
 from tools.machine_code import gate
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import record_of

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from envoi.bench import problems
-from envoi.bench.shapes import GemmShape, GroupedShape
+from bench.shapes import GemmShape, GroupedShape
 from envoi.ops.gemm.hopper.config import Config, Problem
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.kernel_case import NUM_SMS
+from envoi.tune import problems
 from tools.time_models import gemm as program
 from tools.time_models.__main__ import main
 from tools.time_models.fit import fit, held_out_regret, mean_regret, regret, report

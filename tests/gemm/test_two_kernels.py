@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from envoi import gemm
-from envoi.bench.suites.endings import logsumexp, logsumexp_of_max
 from envoi.epilogues import Row, epilogue, exp, log, pairs, quantize, row_sum
 from envoi.epilogues.cut import cut
 from envoi.epilogues.library import absmax, store, swiglu, swiglu_fp8
@@ -21,6 +20,7 @@ from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import Launch, without_memory
 from envoi.runtime.observer import rehearsing
+from envoi.tune.epilogues import logsumexp, logsumexp_of_max
 from envoi.types import QuantTensor
 from tools.machine_code.compile import compile_launch
 

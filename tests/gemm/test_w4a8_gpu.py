@@ -8,11 +8,10 @@ import torch
 from envoi.epilogues.library import expert_l2, store
 from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_w4a8 import cases, host
+from envoi.ops.gemm.hopper_w4a8 import host
 from envoi.ops.gemm.hopper_w4a8.config import TOKEN_TILES, W4A8Config, config_of, fitted
 from envoi.ops.moe import moe
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant import dequantize, quantize
 from envoi.quant.formats import SCHEMES
@@ -29,6 +28,8 @@ from tests.moe.layers import (
 )
 from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
+from tools.kernel_cases import gemm_hopper_w4a8 as cases
+from tools.oracles.moe import moe_oracle
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 

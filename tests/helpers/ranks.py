@@ -94,9 +94,9 @@ def own_device(kind: str = "cuda") -> Any:
 SLOW = (
     "tests.moe.parallel.cases",
     "tests.integrations.divided",
-    "tools.promises.faults",
-    "tools.promises.soak",
-    "envoi.demo.layer",
+    "tests.promises.faults",
+    "tests.promises.soak",
+    "examples.demo.layer",
 )
 
 

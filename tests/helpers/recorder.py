@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from envoi.bench import machine
+from bench import machine
 from tests.helpers import gpu_record
 
 PART = "kernels"

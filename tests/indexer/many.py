@@ -1,9 +1,9 @@
-"""Judge like `envoi.ops.indexer.oracle.judge`, of many rows at once, if no request uses a page twice."""
+"""Judge like `tools.oracles.indexer.judge`, of many rows at once, if no request uses a page twice."""
 
 import torch
 
 from envoi.ops.indexer.layout import PAGE_SIZE, unpack_pages
-from envoi.ops.indexer.oracle import TENSOR_CORE_BAND
+from tools.oracles.indexer import TENSOR_CORE_BAND
 
 NOWHERE = 2**40
 

@@ -5,10 +5,10 @@ import torch
 
 from envoi.ops.indexer import fast, indexer_topk, reference
 from envoi.ops.indexer.layout import pack_cache, pages_of
-from envoi.ops.indexer.oracle import TENSOR_CORE_BAND, judge
-from envoi.ops.indexer.workloads import hostile, one, workloads
 from tests.indexer.many import random_tensors, wrong_rows
 from tests.indexer.test_indexer import definition
+from tools.oracles.indexer import TENSOR_CORE_BAND, judge
+from tools.oracles.indexer_workloads import hostile, one, workloads
 
 pytestmark = pytest.mark.gpu
 

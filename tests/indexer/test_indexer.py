@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from envoi.ops.indexer import indexer_topk
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
-from envoi.ops.indexer.oracle import TENSOR_CORE_BAND, judge, scores64
 from envoi.ops.indexer.reference import best, score_fast
-from envoi.ops.indexer.workloads import NUM_PAGES, hostile, one, random_cache, workloads
 from tests.helpers.accuracy import assert_same_bits
 from tests.indexer.many import random_tensors, wrong_rows
+from tools.oracles.indexer import TENSOR_CORE_BAND, judge, scores64
+from tools.oracles.indexer_workloads import NUM_PAGES, hostile, one, random_cache, workloads
 
 HOSTILE = hostile()
 

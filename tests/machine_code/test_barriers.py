@@ -10,11 +10,11 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from envoi.cases import kernel_cases
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.triton_compat import role_barrier
 from tests.helpers.shared_memory import in_barriers
 from tests.helpers.slow import mostly_slow
+from tools.kernel_cases import kernel_cases
 from tools.machine_code import gate
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import record_of

@@ -7,10 +7,10 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from envoi.cases import kernel_cases
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import Launch, without_memory
 from tests.machine_code import kernels
+from tools.kernel_cases import kernel_cases
 from tools.machine_code import isolate, ptx
 from tools.machine_code.compile import CompilerRefusesError, arguments_of, compile_launch
 from tools.machine_code.count import record_of

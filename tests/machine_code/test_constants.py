@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from envoi.cases import kernel_cases
 from envoi.epilogues.lower import FUNCTIONS, Lowered
+from tools.kernel_cases import kernel_cases
 
 
 def found_in(value) -> list:

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from envoi.cases import kernel_cases
 from envoi.runtime.kernel_case import Launch
 from tests.machine_code import kernels
 from tests.machine_code.snippets import NVDISASM
+from tools.kernel_cases import kernel_cases
 from tools.machine_code import count, disassemble, isolate, together
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.together import disassemble_together, functions_of

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from envoi.ops.gemm.hopper import cases as hopper
 from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.config import shared_bytes
 from envoi.runtime import triton_compat
@@ -22,6 +21,7 @@ from envoi.runtime.kernel_case import EVERY_ARCH
 from tests.helpers import gpu_record
 from tests.helpers.launches import ptxas_version
 from tests.helpers.tools import pairs
+from tools.kernel_cases import gemm_hopper as hopper
 from tools.machine_code import gate
 from tools.machine_code.compile import Binary, compile_launch
 from tools.machine_code.count import Record, record_of

@@ -6,9 +6,9 @@ import torch
 from torch.nn.functional import gelu, linear, relu, silu
 
 from envoi.ops.moe import moe, pack
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.types import UNGATED, ExpertWeights, Routing, has_gate
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tools.oracles.moe import moe_oracle
 
 MOST, MOST_OF_FEW = 4e-3, 6e-3  # of `judged`: the error against float64; of few numbers
 

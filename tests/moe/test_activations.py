@@ -9,12 +9,12 @@ from envoi.experts import from_state_dict, state_dict
 from envoi.ops.moe import moe, pack, unpack
 from envoi.ops.moe.layer import few_layer
 from envoi.ops.moe.op import flatten, mlp_flops
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.layers import eager_bf16, make
 from tests.moe.test_moe import BOUNDS
 from tests.test_types import same
+from tools.oracles.moe import moe_oracle
 
 MORE_KINDS = {
     "geglu": {"activation": "geglu", "bias": True}, "geglu_tanh": {"activation": "geglu_tanh", "limit": 0.7},

@@ -6,10 +6,9 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_few import cases, host
+from envoi.ops.gemm.hopper_few import host
 from envoi.ops.moe import moe
 from envoi.ops.moe.layer import run_layer
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
@@ -22,6 +21,8 @@ from tests.moe.layers import (
 )
 from tests.moe.test_gpu import on_gpu
 from tests.moe.test_moe import KINDS
+from tools.kernel_cases import moe_decode as cases
+from tools.oracles.moe import moe_oracle
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 

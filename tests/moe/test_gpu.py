@@ -6,9 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.ops.moe import cases, moe, reference
+from envoi.ops.moe import moe, reference
 from envoi.ops.moe.combine import combine_rows
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.permute import gather_rows, quantize_rows, sort_slots
 from envoi.ops.moe.reference_permute import permute, take_rows
 from envoi.ops.moe.reference_permute import sort_slots as reference_sort
@@ -20,6 +19,8 @@ from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each
 from tests.moe.own import OWN, layer_of, oracle
 from tests.moe.test_moe import BOUNDS, KINDS
 from tests.moe.test_own_activation import bound
+from tools.kernel_cases import moe as cases
+from tools.oracles.moe import moe_oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 SINGLE_ROWS = ("fp8_row", "fp8_1x128", "mxfp8")

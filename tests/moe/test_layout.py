@@ -5,13 +5,13 @@ import torch
 
 from envoi.ops.moe import moe, pack, unpack
 from envoi.ops.moe.op import flatten, unflatten
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.quant import FORMATS, quantize
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import eager_bf16, make
 from tests.moe.test_moe import BOUNDS, KINDS
+from tools.oracles.moe import moe_oracle
 
 LAYOUTS = ("concat", "interleaved")
 ORDERS = [(given, kept) for given in LAYOUTS for kept in LAYOUTS]

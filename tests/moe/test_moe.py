@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.op import flatten, unflatten
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.router import route
 from envoi.quant import FORMATS, dequantize, format_named, quantize
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.layers import Layer, eager_bf16, make
+from tools.oracles.moe import moe_oracle
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 BOUNDS = {"bf16": 0.006, "fp8_row": 0.06, "fp8_block128": 0.06, "mxfp8": 0.06, "mxfp4": 0.004, "mxfp4_mxfp8": 0.06,

@@ -9,7 +9,7 @@ import torch
 
 from envoi.epilogues.library import store
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_w4a16 import cases, many
+from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.ops.gemm.hopper_w4a16.many_config import TOKEN_TILES, many_config
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.layer import few_layer, run_layer
@@ -29,6 +29,7 @@ from tests.moe.layers import (
 )
 from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
+from tools.kernel_cases import gemm_hopper_w4a16 as cases
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.gemm.hopper.mixed_experts import MANY_ROWS
-from envoi.ops.moe import cases, moe
+from envoi.ops.moe import moe
 from envoi.ops.moe.one_launch import host
 from envoi.ops.moe.one_launch.config import FEW, SQUARE, WIDE
 from envoi.ops.moe.one_launch.host import use_one_launch
@@ -18,6 +18,7 @@ from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import make
 from tests.moe.parallel.test_nvlink_gpu import on_gpu
+from tools.kernel_cases import moe as cases
 
 FORMAT = "fp8_block128"
 LAYERS = {

@@ -11,7 +11,6 @@ from envoi.epilogues import gelu, leaky_relu, maximum, relu, row_sum, sigmoid, s
 from envoi.epilogues.activation import computed, expect_activation, written
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.op import constants_of
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.quant import FORMATS
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import compile_at, find
@@ -22,6 +21,7 @@ from tests.moe.layers import make
 from tests.moe.own import OWN, UNGATED, Own, layer_of, oracle, reglu
 from tests.moe.test_moe import BOUNDS
 from tests.test_types import same
+from tools.oracles.moe import moe_oracle
 
 
 def bound(format: str, own: Own) -> float:

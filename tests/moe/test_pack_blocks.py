@@ -7,10 +7,10 @@ import torch
 
 from envoi.experts import load, save
 from envoi.ops.moe import moe, pack, unpack
-from envoi.ops.moe.oracle import moe_oracle
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
 from tests.moe.stored import e4m3, float_factors, meaning, power_bytes
+from tools.oracles.moe import moe_oracle
 
 E, H, BLOCK = 2, 256, (128, 128)
 

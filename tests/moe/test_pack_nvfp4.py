@@ -7,12 +7,12 @@ import torch
 
 import envoi
 from envoi.ops.moe import moe, pack, unpack
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.packing import interleave_gate_up
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
 from tests.moe.stored import e4m3, float_factors, meaning, pairs, power_bytes, seeded
+from tools.oracles.moe import moe_oracle
 
 E, H, INTER = 3, 192, 128
 GROUP = (1, 16)

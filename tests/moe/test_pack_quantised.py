@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe, pack, unpack
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.quant import SCHEMES, quantize
 from envoi.quant.fragments import to_fragments
@@ -16,6 +15,7 @@ from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
 from tests.moe.stored import e4m3, float_factors, meaning, pairs, power_bytes
+from tools.oracles.moe import moe_oracle
 
 E, H, INTER = 2, 256, 128
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_w4a16 import cases, few
+from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import layer as kernels_layer
 from envoi.ops.moe import moe
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.layer import run_layer
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor
@@ -30,6 +29,8 @@ from tests.moe.layers import (
 from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
 from tests.test_spans import STEPS, seen
+from tools.kernel_cases import gemm_hopper_w4a16 as cases
+from tools.oracles.moe import moe_oracle
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from envoi.bench import evidence
+from bench import evidence
 from envoi.ops.gemm.hopper.time_model import COSTS
 from envoi.ops.moe.one_launch.host import MANY_ROWS
 from envoi.plan import MoeLayer, api, plan_moe

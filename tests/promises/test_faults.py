@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import Outcome
-from tools.promises.faults import STEPS, Setting, Told, judge, run_one, settings
+from tests.promises.faults import STEPS, Setting, Told, judge, run_one, settings
 
 TIMEOUT_S = 6.0
 SOME = [

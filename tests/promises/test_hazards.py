@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from envoi.ops.gemm.hopper import pipeline
+from tests.promises.hazards import races_in, word_places
 from tools.machine_code.role_table import RoleTable
-from tools.promises.hazards import races_in, word_places
 
 TABLE = RoleTable(frozenset([0xF0]), frozenset([0x31C0, 0x4700]))
 TABLES = {"gemm_kernel": [RoleTable(frozenset([0x110]), frozenset([0x5000])), TABLE]}

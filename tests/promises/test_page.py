@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.promises import evidence, page, sanitized
-from tools.promises.evidence import Run
-from tools.promises.same_bits import CHECKS
-from tools.promises.sanitize import PLANTED
+from tests.promises import evidence, page, sanitized
+from tests.promises.evidence import Run
+from tests.promises.same_bits import CHECKS
+from tests.promises.sanitize import PLANTED
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = Run("same bits/run to run/moe bf16", "H200", 1, "abc", "2026-01-02", 40, 0, 1.0)

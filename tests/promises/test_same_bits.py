@@ -17,10 +17,10 @@ from envoi.ops.gemm.hopper.tune import choose, use_measured
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.quant import quantize
 from envoi.runtime.kernel_case import without_memory
-from tools.promises.__main__ import main
-from tools.promises.ranks import compare_ranks
-from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same, some_rows
-from tools.promises.subjects import GEMM_SCHEMES, MAKERS, Sizes, Subject, square_sums, subject
+from tests.promises.__main__ import main
+from tests.promises.ranks import compare_ranks
+from tests.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same, some_rows
+from tests.promises.subjects import GEMM_SCHEMES, MAKERS, Sizes, Subject, square_sums, subject
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

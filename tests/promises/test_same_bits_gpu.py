@@ -1,15 +1,15 @@
 """Same bits on a GPU, each promise over random rows; and that what isn't promised can be told from it.
 
-`python -m tools.promises same-bits` makes more draws of the same checks, and records them.
+`python -m tests.promises same-bits` makes more draws of the same checks, and records them.
 """
 
 import pytest
 import torch
 
 from envoi.quant import FORMATS
-from tools.promises.ranks import compare_ranks
-from tools.promises.same_bits import CHECKS, Result, other_rows
-from tools.promises.subjects import MAKERS, subject
+from tests.promises.ranks import compare_ranks
+from tests.promises.same_bits import CHECKS, Result, other_rows
+from tests.promises.subjects import MAKERS, subject
 
 DRAWS = 8
 # Compiling takes the time: the program has the other epilogues.

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.processes import ends
+from tests.promises import evidence, sanitize
 from tests.promises import test_hazards as races
-from tools.promises import evidence, sanitize
-from tools.promises.sanitize import PLANTED, Watched, errors_in, registered, watch
+from tests.promises.sanitize import PLANTED, Watched, errors_in, registered, watch
 
 FAKE = """#!/bin/sh
 # Stands for compute-sanitizer: --tool T .. --log-file F .. python -m module [--role-tables] PROGRAM SAID
@@ -46,7 +46,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED", "1")
     monkeypatch.setenv("TABLES", json.dumps({"gemm_kernel": [[[240], [12736, 18176]]]}))
     monkeypatch.setenv("LAUNCHED", json.dumps([f"{NAME} abc", f"{NAME} def"]))
-    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "fine")))
+    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "fine")))
     return str(path)
 
 
@@ -108,7 +108,7 @@ def test_programs_that_the_time_does_not_allow_are_listed(fake, capsys):
 
 def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
-    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "slow")))
+    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "slow")))
     begun, given = time.monotonic(), options(limit_s=3.0)
     planted, good = sanitize.run(given)
     assert time.monotonic() - begun < 20
@@ -119,7 +119,7 @@ def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path
 
 def test_what_a_tool_said_before_the_limit_is_not_lost(fake, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
-    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "hung")))
+    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "hung")))
     _, good, hung = sanitize.run(options(limit_s=3.0))  # as they end
     assert (good.wrong, hung.wrong) == (0, 1)
     assert hung.text.startswith("hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes")
@@ -155,7 +155,7 @@ def test_a_program_that_takes_too_long_by_itself_is_wrong(fake, monkeypatch, tmp
 
 
 def test_what_each_program_came_to_is_said_at_once(fake, monkeypatch, capsys):
-    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "bad")))
+    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "bad")))
     list(sanitize.run(options()))
     said = capsys.readouterr().out
     assert re.search(r"memcheck: good: 2 kernels, \d+ s, right", said)
@@ -179,8 +179,8 @@ def test_without_the_sanitizer_there_is_no_run(monkeypatch):
 
 def test_programs_are_of_every_operator():
     os.environ.pop("COMPUTE_SANITIZER", None)
-    from tools.promises.sanitized import programs
-    from tools.promises.subjects import MAKERS
+    from tests.promises.sanitized import programs
+    from tests.promises.subjects import MAKERS
 
     names = programs()
     for name in MAKERS:
@@ -229,7 +229,7 @@ def test_more_are_those_without_a_right_run(fake, tmp_path):
 def test_programs_take_turns_with_the_gpus(fake, monkeypatch):
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys("abc"))
+    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys("abc"))
     monkeypatch.setattr(sanitize, "watch_by", lambda end, path, tool, program, gpu: seen.append((program, gpu)))
     list(sanitize.run(options(jobs=1)))
     assert seen == [("a", "3"), ("b", "5"), ("c", "3")]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.ranks import Outcome
-from tools.promises import soak
-from tools.promises.soak import Found, Launched, Part, Took, drawn_ids, drawn_tokens, times_of_medians
+from tests.promises import soak
+from tests.promises.soak import Found, Launched, Part, Took, drawn_ids, drawn_tokens, times_of_medians
 
 CPU = torch.device("cpu")
 

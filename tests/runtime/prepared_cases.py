@@ -14,11 +14,11 @@ from envoi.epilogues import Col, Row, Scalar, Tile, cast, col_sum, epilogue, row
 from envoi.epilogues.activation import written
 from envoi.epilogues.library import linear, store, swiglu, swiglu_fp8
 from envoi.ops.gemm import grouped_gemm
-from envoi.ops.indexer.workloads import one
 from envoi.quant import FORMATS, quantize
 from envoi.types import QuantTensor
 from tests.moe.layers import Layer, make
 from tests.moe.own import reglu
+from tools.oracles.indexer_workloads import one
 
 
 @epilogue

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from envoi.cases import kernel_cases
 from envoi.ops.moe.parallel.trace import ROLES
 from envoi.runtime import launch as launches
 from envoi.runtime import observer
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.timeline import ROOM, UNTRACED, Recorder, Role, Slice
 from tests.helpers.slow import mostly_slow
+from tools.kernel_cases import kernel_cases
 from tools.machine_code.compile import compile_launch
 
 GEMM = Role("consumer", ("wait", "work")), Role("producer", ("load",))

@@ -1,6 +1,6 @@
 """Rules for the machine code of all kernels, and bands around their accepted instruction counts.
 
-    envoi.cases -> compile -> count -> broken: rules that hold for any count
+    tools.kernel_cases -> compile -> count -> broken: rules that hold for any count
                                     -> moved:  accepted counts, within a band
 
 `make gate` compiles all kernels and accepts their counts, with a hash of what each was compiled from.
@@ -17,11 +17,11 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from envoi.cases import kernel_cases
 from envoi.epilogues.lower import Lowered
-from envoi.ops.gemm.hopper import cases as hopper
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import HOPPER, KernelCase
+from tools.kernel_cases import gemm_hopper as hopper
+from tools.kernel_cases import kernel_cases
 from tools.machine_code import source
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import Record, record_of

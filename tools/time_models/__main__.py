@@ -4,7 +4,7 @@
     python -m tools.time_models gemm fit bench/gemm_times.jsonl                           anywhere
     python -m tools.time_models router fit bench/router_times.jsonl
 
-`measure` takes shapes as `envoi bench gemm_drawn`, `grouped_drawn` or `router_drawn` draw them, and of each shape's
+`measure` takes shapes as `python -m bench gemm_drawn`, `grouped_drawn` or `router_drawn` draw them, and of each shape's
 configs the most promising ones and some at random: a model that is wrong mustn't choose all that could show it. Lines
 are appended as soon as they are measured.
 

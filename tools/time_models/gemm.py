@@ -9,15 +9,16 @@ from pathlib import Path
 
 import torch
 
-from envoi.bench import ahead, problems
-from envoi.bench.shapes import GemmShape, Options, cases
-from envoi.bench.tuning import measure_shape
+from bench.shapes import GemmShape, Options, cases
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, Problem
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import devices
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.kernel_case import NUM_SMS
+from envoi.tune import compile as ahead
+from envoi.tune import problems
+from envoi.tune.command import measure_shape
 from tools.time_models.fit import Measured, Model, changed, keep, line_of, lines_of, parse
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM

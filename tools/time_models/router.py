@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from envoi.bench import ahead
-from envoi.bench.shapes import Options, RouterShape, cases
-from envoi.bench.suites import router as suite
-from envoi.bench.timing import Clock, Run
+from bench.shapes import Options, RouterShape, cases
+from bench.suites import router as suite
 from envoi.ops.moe.router import host, kernel_hopper
 from envoi.ops.moe.router.candidates import candidates
-from envoi.ops.moe.router.cases import rule_of
 from envoi.ops.moe.router.choose_tiling import tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
@@ -24,6 +21,9 @@ from envoi.runtime.devices import num_sms
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.launch import launch
+from envoi.tune import compile as ahead
+from envoi.tune.timing import Clock, Run
+from tools.kernel_cases.router import rule_of
 from tools.time_models.fit import Measured, Model, keep, line_of, lines_of, parse
 
 KERNEL: Any = kernel_hopper.router_kernel

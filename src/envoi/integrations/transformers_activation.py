@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from envoi.epilogues.activation import GATED, written
+from envoi.epilogues.activation import GATED, activate, written
 from envoi.epilogues.library import softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
 from envoi.epilogues.vocabulary import gelu, hardswish, relu, sigmoid, softplus, tanh
-from envoi.ops.moe.oracle import activate
 from envoi.types import UNGATED
 
 CURVES: dict[str, Callable] = {

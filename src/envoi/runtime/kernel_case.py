@@ -1,7 +1,6 @@
 """Launches of Envoi's kernels at practical sizes: what there is to compile where nothing is launched.
 
-Each operator lists its own in a `cases.py`, as `KERNELS`; `envoi.cases.kernel_cases` collects them. The arguments come
-from the operator's host path, with tensors that have no memory.
+The arguments come from the operator's host path, with tensors that have no memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from envoi.runtime.devices import implementation
+from tests.fuzz import run
 from tests.fuzz.test_fuzz import assert_right
-from tools.fuzz import run
 
 COUNTS = {
     "gemm": 16, "grouped_gemm": 16, "epilogue": 80, "route": 10, "moe": 6, "indexer_topk": 4, "quantise": 20,

@@ -6,7 +6,7 @@ import torch
 from envoi.ops.indexer import exact, fast, reference
 from envoi.ops.indexer.certificate import NUM_ORDERS, SHARED
 from envoi.ops.indexer.layout import pages_of, unpack_pages
-from envoi.ops.indexer.workloads import one
+from tools.oracles.indexer_workloads import one
 
 LENGTHS = (300, 2, 65)
 

@@ -5,8 +5,8 @@ import torch
 
 from envoi.ops.indexer import fast, indexer_topk, reference
 from envoi.ops.indexer.layout import pack_cache, pages_of, to_slots
-from envoi.ops.indexer.oracle import judge
-from envoi.ops.indexer.workloads import hostile, one
+from tools.oracles.indexer import judge
+from tools.oracles.indexer_workloads import hostile, one
 
 SMALL = {name: tensors for name, tensors in hostile(32).items() if not name.startswith("length")}
 

@@ -3,11 +3,11 @@
 import pytest
 
 from envoi.ops.moe.layer import run_layer
-from envoi.ops.moe.oracle import moe_oracle
 from tests.helpers.accuracy import relative_error
 from tests.moe.layers import make
 from tests.moe.test_activations import MORE_KINDS
 from tests.moe.test_moe import BOUNDS
+from tools.oracles.moe import moe_oracle
 
 SMALL = {"tokens": 9, "experts": 3, "k": 2, "hidden": 128, "intermediate": 128}
 

@@ -3,12 +3,12 @@
 import pytest
 
 from envoi.ops.moe import moe, reference
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.packing import READ_AS_STORED
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.interpreted.test_moe import SMALL, calls
 from tests.moe.layers import make
 from tests.moe.test_moe import BOUNDS, KINDS
+from tools.oracles.moe import moe_oracle
 
 __all__ = ["calls"]
 

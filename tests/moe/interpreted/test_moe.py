@@ -8,7 +8,6 @@ import torch
 from envoi.ops.moe import layer as kernels_layer
 from envoi.ops.moe import moe, reference
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.oracle import moe_oracle
 from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.permute import empty_rows
 from envoi.ops.moe.reference_permute import permute
@@ -17,6 +16,7 @@ from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.layers import Layer, eager_bf16, make
 from tests.moe.test_moe import BOUNDS, KINDS
+from tools.oracles.moe import moe_oracle
 
 # One format for each path through L1's epilogue and the tokens' quantisation.
 SOME = ("bf16", "fp8_block128", "mxfp4", "mxfp4_mxfp8", "nvfp4")

@@ -27,7 +27,6 @@ from envoi.ops.moe.parallel import (
     queued,
     symmetric_memory,
 )
-from envoi.ops.moe.parallel import cases as kernels
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
@@ -53,6 +52,7 @@ from tests.moe.parallel.test_nvlink_gpu import (
 )
 from tests.moe.parallel.test_nvlink_gpu import open_here as open_nvlink
 from tests.moe.parallel.test_ranks import random_cases
+from tools.kernel_cases import moe_parallel as kernels
 
 __all__ = ["one_rank_as_many"]
 

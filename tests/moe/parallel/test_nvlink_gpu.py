@@ -16,7 +16,6 @@ from envoi.epilogues.activation import written
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
-from envoi.ops.moe.parallel import cases as kernels
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
@@ -31,6 +30,7 @@ from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_ranks import random_cases
+from tools.kernel_cases import moe_parallel as kernels
 
 LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
 BIG = {"tokens": 600, "experts": 8, "k": 3, "hidden": 2880, "intermediate": 256}

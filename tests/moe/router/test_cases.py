@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from envoi.cases import kernel_cases
-from envoi.ops.moe.router import cases, host, route
-from envoi.ops.moe.router.cases import CASES
+from envoi.ops.moe.router import host, route
 from envoi.runtime.kernel_case import kernel_key
+from tools.kernel_cases import kernel_cases
+from tools.kernel_cases import router as cases
+from tools.kernel_cases.router import CASES
 
 
 def with_memory(shape, dtype):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from envoi.ops.moe.router import cases, host
+from envoi.ops.moe.router import host
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.router.sides import Given, expected, judge, torchs_product
+from tools.kernel_cases import router as cases
 
 pytestmark = pytest.mark.gpu
 HOPPER = (9, 0)

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.ops.moe.router import cases, host
+from envoi.ops.moe.router import host
 from envoi.ops.moe.router.candidates import candidates
-from envoi.ops.moe.router.cases import Case
 from envoi.ops.moe.router.choose_tiling import choose_shares, choose_tiling
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum
@@ -15,6 +14,8 @@ from envoi.ops.moe.router.tiling import TILE, box_of, two_widths
 from envoi.ops.moe.router.time_model import CACHED_BYTES
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
+from tools.kernel_cases import router as cases
+from tools.kernel_cases.router import Case
 
 NUM_SMS = 132
 SIZES = [

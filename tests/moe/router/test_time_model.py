@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envoi.bench.shapes import RouterShape
+from bench.shapes import RouterShape
 from envoi.ops.moe.router.choose_tiling import choose_tiling
 from envoi.ops.moe.router.time_model import COSTS, predicted_cycles
 from envoi.runtime.kernel_case import NUM_SMS

@@ -33,6 +33,7 @@ from envoi.ops.gemm.hopper.tile_config import TileConfig
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms
+from envoi.runtime.kernel_case import Launch
 from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.runtime.timeline import UNTRACED
 from envoi.runtime.tma import as_one_matrix, descriptor, fits_tma, halves_descriptor, tma_ready
@@ -347,11 +348,17 @@ def _lowered(
 
 def launch_gemm(call: Call, config: Config, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
-    from envoi.ops.gemm.hopper.kernel import gemm_kernel
     from envoi.runtime.launch import launch
 
-    grid, args = arguments(call, config, num_sms)
-    launch(gemm_kernel, grid, args, {"num_warps": config.num_warps})
+    kernel, grid, args, options = launch_of(call, config, num_sms)
+    launch(kernel, grid, args, dict(options))
+
+
+def launch_of(call: Call, config: Config, num_sms: int) -> Launch:
+    """Return the launch of a call with a config."""
+    from envoi.ops.gemm.hopper.kernel import gemm_kernel
+
+    return Launch(gemm_kernel, *arguments(call, config, num_sms), {"num_warps": config.num_warps})
 
 
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:

@@ -1,0 +1,1 @@
+"""Benchmarks, `python -m bench`: the cases, the measurement, and the files of results."""

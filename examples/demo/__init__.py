@@ -1,0 +1,1 @@
+"""Demo: a trained MoE model answers through Envoi, on any hardware."""

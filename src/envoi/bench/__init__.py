@@ -1,1 +1,0 @@
-"""`envoi bench`: the cases, the measurement, and the files of results."""

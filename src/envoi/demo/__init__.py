@@ -1,1 +1,0 @@
-"""`envoi demo`: a trained MoE model answers through Envoi, on any hardware."""

@@ -1,0 +1,192 @@
+"""Cases of `envoi.ExpertParallel`: several ranks in one process, on its kernels; without them in processes over gloo.
+Those of `RANKS` have a process each on GPUs too: over NVLink, or on one GPU that they share.
+
+Judged like `envoi.moe` of all ranks' tokens; with presum each rank's rows of a token are first summed in bf16.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import envoi
+from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.types import Routing
+from tests.fuzz.approx import wrong
+from tests.fuzz.draw import Case, Draw
+from tests.fuzz.experts import Device, Layer, layer, oracle
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
+from tests.moe.parallel import domains
+
+ALIGNED = 16  # bytes of hidden that NVLink's kernels copy at once
+TIMEOUT_S = 60.0
+RANKS = "expert_parallel_ranks"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Layer, the ends of each rank's share of its tokens and experts, and whether ranks sum before they send."""
+
+    layer: Layer
+    token_ends: list[int]
+    expert_ends: list[int]
+    presum: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.expert_ends)
+
+    def part(self, rank: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
+        """Return a rank's tokens and routing."""
+        first, last = list(pairwise([0, *self.token_ends]))[rank]
+        r = self.layer.routing
+        weights, ids = (x[first:last].to(device) for x in (r.topk_weights, r.topk_ids))
+        return self.layer.tokens[first:last].to(device), Routing(weights, ids, r.num_experts)
+
+    def pack(self, rank: int, device: torch.device) -> Any:
+        """Pack a rank's experts."""
+        return self.layer.pack(device, *list(pairwise([0, *self.expert_ends]))[rank])
+
+
+def setting(draw: Draw) -> Setting:
+    """Draw the setting of a case."""
+    way = how(draw)
+    in_one = way == "one process"
+    given = layer(draw, most_experts=40)
+    while given.routing.num_experts < 2 or (in_one and given.tokens.shape[1] % ALIGNED):
+        given = layer(draw, most_experts=40)
+    M, E = len(given.tokens), given.routing.num_experts
+    num_ranks = min(E, gpu_ranks() if way == "memory" else draw.form.one((2, 3)))
+    if draw.chance(0.2):  # one rank has all tokens
+        owner = draw.random.randrange(num_ranks)
+        token_ends = [0] * owner + [M] * (num_ranks - owner)
+    else:
+        token_ends = [*sorted(draw.random.randint(0, M) for _ in range(num_ranks - 1)), M]
+    expert_ends = [*sorted(draw.random.sample(range(1, E), num_ranks - 1)), E]
+    return Setting(given, token_ends, expert_ends, draw.form.chance(0.5))
+
+
+def how(draw: Draw) -> str:
+    """Return how ranks run: "gloo", "memory" or "one process"."""
+    if draw.device.type == "cuda" and draw.operator == RANKS:
+        return "memory"
+    return "one process" if has_kernels(draw.device) else "gloo"
+
+
+def expert_parallel(draw: Draw) -> Case:
+    """Draw a case."""
+    given, way = setting(draw), how(draw)
+    sums = given.presum and way != "gloo"
+    text = (
+        f"{given.num_ranks} ranks, {way}, tokens to {given.token_ends}, experts to {given.expert_ends}, presum {sums}, "
+        f"{given.layer.text}"
+    )
+
+    def judge(got: tuple[torch.Tensor, bool]) -> str:
+        out, summed = got
+        ends = tuple(given.expert_ends) if summed else ()
+        device = Device(draw.device.type == "cuda", way != "gloo", ends)
+        tokens = given.layer.tokens
+        said = given.layer.stored[2] or ("" if out.dtype == tokens.dtype else f"output is {out.dtype}")
+        return said or wrong(out, oracle(given.layer, device), tokens.dtype)
+
+    return Case(text, partial(_one, draw), judge)
+
+
+def _one(draw: Draw) -> Any:
+    result = run([draw], [])[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
+    """Run the cases of some draws: each one's output [M, H] and whether ranks summed first, or its exception."""
+    if not draws:
+        return []
+    drawn = [replace_draw(draw) for draw in draws]
+    if how(drawn[0]) == "one process":
+        return [attempt_in_one_process(draw) for draw in drawn]
+    sizes = [setting(replace_draw(draw)).num_ranks for draw in drawn]
+    seeds = [(draw.seed, draw.sizes, str(draw.device), draw.family) for draw in drawn]
+    backend = "nccl" if drawn[0].device.type == "cuda" else "gloo"
+    outcomes = run_ranks(max(sizes), on_rank, drawn[0].operator, seeds, backend=backend)
+    return [gathered(outcomes[:size], number) for number, size in enumerate(sizes)]
+
+
+def replace_draw(draw: Draw) -> Draw:
+    """Return a draw of the same case from its beginning."""
+    return Draw(draw.operator, draw.seed, draw.sizes, str(draw.device), draw.family)
+
+
+def gathered(outcomes: list[Any], number: int) -> Any:
+    """Join the ranks' outputs of one case, or return its first error."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error:
+            return RuntimeError(f"rank {rank}: {outcome.error}: {outcome.text}")
+        if isinstance(outcome.value[number], str):
+            return RuntimeError(f"rank {rank}: {outcome.value[number]}")
+    parts = [outcome.value[number] for outcome in outcomes]
+    return torch.cat([out for out, _ in parts]), parts[0][1]
+
+
+def on_rank(rank: int, num_ranks: int, operator: str, seeds: list[tuple[int, str, str, int]]) -> list[Any]:
+    """Run cases on a rank; return the output of its tokens and whether ranks summed, or an error's text, for each.
+
+    A case of fewer ranks is the first ones', in a group of their own; the others have None.
+    """
+    groups: dict[int, Any] = {num_ranks: None}
+    found = []
+    for case in seeds:
+        draw = Draw(operator, *case)
+        given, device = setting(draw), own_device(draw.device.type)
+        if given.num_ranks not in groups:
+            groups[given.num_ranks] = dist.new_group(list(range(given.num_ranks)))
+        mine = rank < given.num_ranks
+        found.append(_on_rank(rank, given, groups[given.num_ranks], device) if mine else None)
+    return found
+
+
+def _on_rank(rank: int, given: Setting, group: Any, device: torch.device) -> Any:
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        most = max(1, *(last - first for first, last in pairwise([0, *given.token_ends])))
+        options = {"max_tokens": most, "num_topk": given.layer.routing.topk_ids.shape[1], "presum": given.presum}
+    parallel = None
+    try:
+        parallel = envoi.ExpertParallel(given.pack(rank, device), group, timeout_s=TIMEOUT_S, **options)
+        out = parallel.moe(*given.part(rank, device)).cpu()
+        parallel.check()
+        result: Any = (out, parallel.presum)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    dist.barrier(group)  # also after an error, for which the others would wait
+    if parallel is not None:
+        parallel.close()
+    return result
+
+
+def attempt_in_one_process(draw: Draw) -> Any:
+    """Run a case with all ranks in this process, each step on every rank in turn."""
+    given, device = setting(draw), draw.device
+    r = given.layer.routing
+    M, k = r.topk_ids.shape
+    layout = SharedLayout(
+        given.num_ranks, r.num_experts, max(1, M), k, given.layer.tokens.shape[1], given.layer.format, given.presum
+    )
+    try:
+        opened = domains.open_all(layout, [0, *given.expert_ends], str(device))
+        parts = []
+        for rank in range(given.num_ranks):
+            tokens, routing = given.part(rank, device)
+            routing = replace(routing, topk_weights=routing.topk_weights.float(), topk_ids=routing.topk_ids.int())
+            parts.append((tokens.bfloat16(), routing))
+        outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
+    except Exception as error:
+        return error
+    return torch.cat(outs).cpu().to(given.layer.tokens.dtype), given.presum

@@ -1,0 +1,1 @@
+"""Float64 oracles and published workloads, for tests and benchmarks."""
