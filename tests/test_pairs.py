@@ -97,10 +97,13 @@ def test_each_python_of_each_pair_is_checked(monkeypatch):
     assert len(set(titles)) == len(titles)
 
 
+COMMON = pairs.FOLDER / "common.txt"
+
+
 def test_pins_are_those_of_the_python_that_is_asked_about():
     resolve = tool("resolve")
     oldest, newest = pairs.pairs()[0].pythons[0], pairs.pairs()[-1].pythons[-1]
-    assert resolve.common_pins(oldest) != resolve.common_pins(newest)
+    assert resolve.pins_of(COMMON, oldest) != resolve.pins_of(COMMON, newest)
     for version in (oldest, newest):
-        names = [pin.partition("==")[0] for pin in resolve.common_pins(version)]
+        names = [pin.partition("==")[0] for pin in resolve.pins_of(COMMON, version)]
         assert "numpy" in names and len(names) == len(set(names))

@@ -46,7 +46,9 @@ class Pair:
 def read(path: Path) -> Pair:
     """Read the pair of a constraints file. ValueError if one of its three pins or its Pythons are missing."""
     text = path.read_text()
-    pins = dict(re.findall(r"^(torch|triton|transformers)==(\S+)$", text, re.MULTILINE))
+    pins = dict(
+        re.findall(r'^(torch|triton|transformers)==([^\s;]+)(?:; python_version >= "[\d.]+")?$', text, re.MULTILINE)
+    )
     notes = dict(re.findall(r"^# ([a-z ]+): (.+)$", text, re.MULTILINE))
     if len(pins) < 3 or "python" not in notes:
         raise ValueError(f"{path}: expected pins of torch, triton and transformers and a comment `# python: 3.11 ..`")

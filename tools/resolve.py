@@ -73,10 +73,9 @@ def without_wheel(python: Path, version: str, pins: list[str]) -> str:
     return last_error(done.stderr) if done.returncode else ""
 
 
-def common_pins(version: str) -> list[str]:
-    """Return the pins that all pairs share, for that Python: pip would evaluate their markers for the running one."""
-    lines = (pairs.FOLDER / "common.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+def pins_of(path: Path, version: str) -> list[str]:
+    """Return the pins of a file for that Python: pip would evaluate their markers for the running one."""
+    pins = [Requirement(line) for line in path.read_text().splitlines() if line and line[0] not in "#-"]
     chosen = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": version})]
     return [f"{pin.name}{pin.specifier}" for pin in chosen]
 
@@ -96,10 +95,13 @@ def checks(python: Path) -> Iterator[tuple[str, Callable[[], str]]]:
             if version == RUNNING:
                 yield f"{title}, all dependencies", partial(resolve, python, pair)
             else:
-                pins = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"transformers=={pair.transformers}"]
-                yield title, partial(without_wheel, python, version, pins)
+                yield title, partial(without_wheel, python, version, pins_of(pair.path, version))
+    common = pairs.FOLDER / "common.txt"
     for version in dict.fromkeys(version for pair in known for version in pair.pythons if version != RUNNING):
-        yield f"what all pairs share, Python {version}", partial(without_wheel, python, version, common_pins(version))
+        yield (
+            f"what all pairs share, Python {version}",
+            partial(without_wheel, python, version, pins_of(common, version)),
+        )
 
 
 def main() -> int:
