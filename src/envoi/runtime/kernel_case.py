@@ -24,7 +24,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple
-    options: Mapping[str, Any]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)

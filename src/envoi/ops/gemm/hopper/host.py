@@ -350,8 +350,7 @@ def launch_gemm(call: Call, config: Config, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
     from envoi.runtime.launch import launch
 
-    kernel, grid, args, options = launch_of(call, config, num_sms)
-    launch(kernel, grid, args, dict(options))
+    launch(*launch_of(call, config, num_sms))
 
 
 def launch_of(call: Call, config: Config, num_sms: int) -> Launch:
