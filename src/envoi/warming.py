@@ -16,7 +16,7 @@ from envoi.ops.moe.router.api import check_arguments
 from envoi.ops.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
-from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.program import without_memory
 from envoi.runtime.rehearsal import Call, load_at
 from envoi.types import ExpertWeights, expect_experts
 

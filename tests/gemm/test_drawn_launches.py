@@ -6,9 +6,8 @@ import pytest
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from envoi.ops.gemm import api, backend
-from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.kernel_case import Launch
-from envoi.runtime.observer import rehearsing
+from envoi.runtime.devices import Target
+from envoi.runtime.program import building
 from tests.fuzz import run
 from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch
@@ -25,13 +24,12 @@ class Launched(BaseException):
 
 def rehearse(a, b, offsets, ir, out_dtype, operands, grouping) -> NoReturn:
     """Stand in for `backend.run_kernels`: do all that it does on the host, on tensors without memory."""
-    found: list[Any] = []
     operands = {name: on_meta(value) for name, value in operands.items()}
-    with rehearsing(found), standing_for(Target(rehearse.arch)):
+    with building(Target(rehearse.arch)) as builder:
         outputs = backend.run_kernels(on_meta(a), on_meta(b), on_meta(offsets), ir, out_dtype, operands, grouping)
-    assert outputs is not None and found
-    check_boxes([arguments for _, _, arguments, _ in found])
-    rehearse.launches = found
+    assert outputs is not None and builder.launches
+    check_boxes([launch.arguments for launch in builder.launches])
+    rehearse.launches = builder.launches
     raise Launched
 
 
@@ -75,4 +73,4 @@ def test_packed_outputs_of_split_columns_compile(seed, monkeypatch):
     with pytest.raises(Launched):
         case.call()
     for launch in rehearse.launches:
-        assert compile_launch(Launch(*launch), "sm_90").stack_bytes == 0
+        assert compile_launch(launch, "sm_90").stack_bytes == 0

@@ -22,7 +22,7 @@ from envoi.ops.gemm.hopper_mx.config import (
 )
 from envoi.ops.gemm.hopper_mx.host import why_not_mx
 from envoi.quant.pack import pad_factors
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 from envoi.types import QuantTensor
 from tools.kernel_cases.operands import operands_of
 from tools.machine_code.compile import compile_launch

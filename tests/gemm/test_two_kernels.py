@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from envoi.runtime.observer import rehearsing
 
 from envoi import gemm
 from envoi.epilogues import Row, epilogue, exp, log, pairs, quantize, row_sum
@@ -18,8 +19,7 @@ from envoi.ops.gemm.hopper.kernel import gemm_kernel
 from envoi.ops.gemm.triton.kernel import rows_kernel
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.kernel_case import Launch, without_memory
-from envoi.runtime.observer import rehearsing
+from envoi.runtime.program import Launch, without_memory
 from envoi.tune.epilogues import logsumexp, logsumexp_of_max
 from envoi.types import QuantTensor
 from tools.machine_code.compile import compile_launch

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from envoi.runtime import triton_compat
+from envoi.runtime.devices import Target
 from envoi.runtime.launch import kind_of
 from envoi.runtime.prepared.parameters import Parameter, parameters_of
 from tests.helpers.fake_driver import FakeDriver
@@ -25,8 +26,12 @@ class CompilingDriver(FakeDriver):
         super().__init__()
         self.always: list[tuple[int, tuple[int, ...], list[Parameter]]] = []
 
+    def target(self) -> Target:
+        """Describe the GPU that it stands for."""
+        return Target("sm_90")
+
     def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
-        """Stand in for `launch._run`: compile, return the compiled kernel as if it were loaded."""
+        """Stand in for `launch.run`: compile, return the compiled kernel as if it were loaded."""
         with _disable_current_modes():  # a GPU's launch is no operator of torch
             kernel_of = compiled(kernel, arguments, options)
         self.sizes[kernel_of.function] = parameter_sizes(kernel_of.asm["ptx"])

@@ -16,6 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch, shortcuts, triton_compat, workspace
+from envoi.runtime.devices import Target
 from envoi.runtime.prepared import calls
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, LaunchConfig
@@ -33,7 +34,7 @@ def install(monkeypatch: Any, driver: Any) -> None:
     monkeypatch.setattr(shortcuts, "ENABLED", True)
     monkeypatch.setattr(shortcuts, "PREPARED", True)
     monkeypatch.setattr(driver_module, "active", lambda: driver)
-    monkeypatch.setattr(launch, "_run", driver.launch_as_always)
+    monkeypatch.setattr(launch, "run", driver.launch_as_always)
     monkeypatch.setattr(calls, "_calls", calls.Calls())
     monkeypatch.setattr(workspace, "_scratch", {})
     monkeypatch.setattr(workspace.Scratch, "take", spoiled.take)
@@ -69,6 +70,14 @@ class FakeDriver:
     def current_device(self) -> int:
         """Return the number that CPU tensors have."""
         return -1
+
+    def device(self) -> torch.device:
+        """Return the device."""
+        return torch.device("cpu")
+
+    def target(self) -> Target:
+        """Describe the device: a CPU on which kernels are interpreted."""
+        return Target("cpu", 1)
 
     def stream(self, device: int) -> int:
         """Return the current stream."""
@@ -130,7 +139,7 @@ class InterpretingDriver(FakeDriver):
         self.kernels: dict[int, tuple[Any, Any, tuple]] = {}
 
     def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
-        """Stand in for `launch._run`: launch in the interpreter, return what stands for a compiled kernel."""
+        """Stand in for `launch.run`: launch in the interpreter, return what stands for a compiled kernel."""
         with _disable_current_modes():  # a GPU's launch is no operator of torch
             kernel[grid](*arguments, **options)
         signature, _, _ = triton_compat.specialize(JITFunction(kernel.fn), arguments, "sm_90")

@@ -10,7 +10,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch, prepared
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 from tools.machine_code import ptx
 from tools.machine_code.compile import compile_launch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from triton._C.libtriton import ir, nvidia, passes
 
 from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 from tools.machine_code.compile import arguments_of
 
 PTX_VERSION = 86

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 from envoi.runtime.triton_compat import role_barrier
 from tests.helpers.shared_memory import in_barriers
 from tests.helpers.slow import mostly_slow

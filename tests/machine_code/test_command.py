@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from envoi.runtime.kernel_case import KernelCase, Launch
+from envoi.runtime.kernel_case import KernelCase
+from envoi.runtime.program import Launch
 from tests.machine_code import kernels
 from tools.machine_code import __main__ as command
 from tools.machine_code import gate

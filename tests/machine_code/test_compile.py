@@ -8,7 +8,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import Launch, without_memory
+from envoi.runtime.program import Launch, without_memory
 from tests.machine_code import kernels
 from tools.kernel_cases import kernel_cases
 from tools.machine_code import isolate, ptx

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 from tests.machine_code import kernels
 from tests.machine_code.snippets import NVDISASM
 from tools.kernel_cases import kernel_cases

@@ -8,9 +8,9 @@ from envoi.ops.gemm.hopper.config import Config
 from envoi.ops.moe.one_launch import host
 from envoi.ops.moe.one_launch.config import LANES, LEAST_SHIFT, NUM_COUNTERS, OTHER_COUNTERS, UNIT_COUNTERS, WIDE
 from envoi.ops.moe.warm_up import LayerCall
-from envoi.runtime.devices import Target
-from envoi.runtime.kernel_case import without_memory
-from envoi.runtime.rehearsal import rehearse, standing_for
+from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.program import without_memory
+from envoi.runtime.rehearsal import launches_of
 from envoi.types import ExpertWeights, QuantTensor
 from tests.moe.layers import make
 
@@ -26,7 +26,7 @@ def experts(hidden: int = 4096, intermediate: int = 2048, count: int = 32) -> Ex
 
 
 def names(num_tokens: int, *sizes: int, num_topk: int = 6) -> list[str]:
-    return [kernel.fn.__name__ for kernel, *_ in rehearse(LayerCall(experts(*sizes), num_topk), num_tokens, HOPPER)]
+    return [kernel.fn.__name__ for kernel, *_ in launches_of(LayerCall(experts(*sizes), num_topk), num_tokens, HOPPER)]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def forced():
 
 
 def test_few_rows_take_one_launch_that_is_not_cooperative():
-    launched = rehearse(LayerCall(experts(), 6), 500, HOPPER)
+    launched = launches_of(LayerCall(experts(), 6), 500, HOPPER)
     assert [kernel.fn.__name__ for kernel, *_ in launched] == [
         "sort_kernel", "gather_kernel", "fused_kernel", "combine_kernel",
     ]  # fmt: skip

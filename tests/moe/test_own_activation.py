@@ -162,9 +162,9 @@ def test_hoppers_kernels_compile(format, name):
 
 def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
     """Return the place of L1 among a call's launches: the first kernel of a GEMM, or of both."""
-    from envoi.runtime.rehearsal import rehearse
+    from envoi.runtime.rehearsal import launches_of
 
-    names = [kernel.fn.__module__ for kernel, *_ in rehearse(call, num_tokens, target)]
+    names = [kernel.fn.__module__ for kernel, *_ in launches_of(call, num_tokens, target)]
     return {next(place for place, name in enumerate(names) if ".gemm." in name or ".one_launch." in name)}
 
 

@@ -29,7 +29,7 @@ from envoi.ops.moe.router import route
 from envoi.runtime import devices, launch, rehearsal, triton_compat, workers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
-from envoi.runtime.rehearsal import find, rehearse
+from envoi.runtime.rehearsal import find, launches_of
 from envoi.types import Routing
 from envoi.warming import RouterCall
 from tests.moe.layers import make
@@ -55,7 +55,7 @@ def launched(monkeypatch) -> list:
                 if getattr(module, original.__name__, None) is original:
                     monkeypatch.setattr(module, original.__name__, stand_in)
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)
-    monkeypatch.setattr(launch, "_run", lambda *given: found.append(given))
+    monkeypatch.setattr(launch, "run", lambda *given: found.append(given))
     return found
 
 
@@ -77,7 +77,7 @@ def keys(launches) -> set[tuple]:
 def compiled(calls, max_tokens: int, least: int = 1) -> set[tuple]:
     """Return the keys of what a warm-up compiles."""
     sites = find(calls, HOPPER, range(least, max_tokens + 1)).values()
-    return keys(rehearse(calls[site.call], site.num_tokens, HOPPER)[site.launch] for site in sites)
+    return keys(launches_of(calls[site.call], site.num_tokens, HOPPER)[site.launch] for site in sites)
 
 
 def drawn_layer(draw: random.Random, format: str, **fixed):
@@ -240,10 +240,10 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, how):
         knobs.compilation, "listener", lambda **event: events.append((event["src"].fn.__name__, event["cache_hit"]))
     )
     for num_tokens in random.Random(how).sample(range(1, 151), 12):
-        for kernel, _, arguments, options in rehearse(calls[0], num_tokens, HOPPER):
+        for kernel, _, arguments, options in launches_of(calls[0], num_tokens, HOPPER):
             triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
     assert events and all(hit for _, hit in events), events
-    kernel, _, arguments, options = rehearse(replace(calls[0], num_topk=num_topk), 5, HOPPER)[-1]
+    kernel, _, arguments, options = launches_of(replace(calls[0], num_topk=num_topk), 5, HOPPER)[-1]
     triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
     assert events[-1] == ("combine_kernel", False)  # the test would see it
 
@@ -293,10 +293,10 @@ def test_digests_name_what_triton_compiles():
 def test_a_rehearsal_launches_nothing_and_ends(launched):
     layer, k = drawn_layer(random.Random(3), "bf16", experts=4)
     experts = layer.pack()
-    assert rehearse(warm_up.LayerCall(warm_up.without_tensors(experts), k), 5, HOPPER)
+    assert launches_of(warm_up.LayerCall(warm_up.without_tensors(experts), k), 5, HOPPER)
     assert not launched
     with pytest.raises(ValueError, match="routing: expected"):
-        rehearse(lambda count: envoi.moe(None, None, experts), 5, HOPPER)  # pyright: ignore[reportArgumentType]
+        launches_of(lambda count: envoi.moe(None, None, experts), 5, HOPPER)  # pyright: ignore[reportArgumentType]
     ids = torch.zeros(5, k, dtype=torch.int32)
     envoi.moe(torch.zeros(5, experts.hidden).bfloat16(), Routing(ids.float(), ids, 4), experts)
     assert launched
@@ -305,7 +305,7 @@ def test_a_rehearsal_launches_nothing_and_ends(launched):
 def test_other_gpus():
     with standing_for(Target("sm_100", 148)):
         experts = experts_without_memory(256, 128, 4, "fp8_row", "swiglu", bias=False)
-    names = {launched[0].fn.__module__ for launched in rehearse(warm_up.LayerCall(experts, 2), 9, Target("sm_100"))}
+    names = {launched[0].fn.__module__ for launched in launches_of(warm_up.LayerCall(experts, 2), 9, Target("sm_100"))}
     assert names == {"envoi.ops.moe.kernels", "envoi.ops.gemm.triton.kernel"}
     assert devices.implementation(torch.device("meta")) == "torch"
     for arch, has_cast in (("sm_80", False), ("sm_89", True), ("sm_90", True)):

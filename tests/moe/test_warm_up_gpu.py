@@ -62,7 +62,7 @@ def test_few_tokens_are_prepared(monkeypatch):
     def launched(*given):
         raise AssertionError("a prepared call doesn't launch as always")
 
-    monkeypatch.setattr(launch, "_run", launched)
+    monkeypatch.setattr(launch, "run", launched)
     call(17, experts)
     assert len(calls._calls.known) == count
 

@@ -16,7 +16,7 @@ from envoi.ops.gemm.hopper.config import Problem, why_not
 from envoi.ops.gemm.hopper.tune import choose, use_measured
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.quant import quantize
-from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.program import without_memory
 from tests.promises.__main__ import main
 from tests.promises.ranks import compare_ranks
 from tests.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same, some_rows

@@ -27,7 +27,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)
     for name in ("_counters", "_blanks"):
         monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))
-    monkeypatch.setattr(workspace, "_kept", lambda kept, count, device: kept.take(count, device))
+    monkeypatch.setattr(workspace.Kept, "new", lambda kept, count, device: kept.take(count, device))
     monkeypatch.setattr(workspace, "_floats", {})
     monkeypatch.setattr(workspace, "floats", workspace._floats_under_way)
     monkeypatch.setattr(workspace, "under_way", lambda device: (made.stream_now, int(made.capturing)))

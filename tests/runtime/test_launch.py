@@ -7,9 +7,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch as module
-from envoi.runtime import observer
 from envoi.runtime.compiling import compiling, is_compiling
+from envoi.runtime.devices import Target
 from envoi.runtime.launch import launch
+from envoi.runtime.program import building
 from envoi.runtime.tma import descriptor
 
 
@@ -149,8 +150,7 @@ def test_a_descriptor_wants_16_bytes():
 
 
 def test_a_dependent_launch_follows_the_one_that_it_waits_for():
-    launched = []
     first, second = (("first", (1,), (2,), {"num_warps": 8}), ("second", (3,), (4,), {"num_warps": 4}))
-    with observer.rehearsing(launched):
+    with building(Target("sm_90")) as builder:
         module.launch_with_dependent(first, second)
-    assert launched == [first, ("second", (3,), (4,), {"num_warps": 4, "launch_pdl": True})]
+    assert builder.launches == [first, ("second", (3,), (4,), {"num_warps": 4, "launch_pdl": True})]

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from envoi.runtime import ptx_changes, triton_compat
-from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.program import without_memory
 from envoi.runtime.ptx_changes import remark
 from tests.helpers.fresh import run
 

@@ -1,4 +1,4 @@
-"""Prepared calls: what is recorded, what is refused, the guards, threads, streams, memory, and where launches are."""
+"""Prepared calls: what is planned, what is refused, the guards, threads, streams, memory, and where launches are."""
 
 import ast
 import dataclasses
@@ -26,8 +26,9 @@ from envoi.ops.gemm import grouped_gemm
 from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config, fitted
 from envoi.ops.moe import op as moe_op
-from envoi.runtime import prepared, shortcuts, workspace
-from envoi.runtime.prepared import calls, driver, forms, parameters, recording, recording_first_calls, replay
+from envoi.runtime import launch, prepared, program, shortcuts, workspace
+from envoi.runtime.devices import Target
+from envoi.runtime.prepared import calls, driver, forms, parameters, replay
 from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers import fresh
@@ -35,6 +36,7 @@ from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import moe_cases, normal, route_cases
 
 SOURCE = Path(envoi.__file__).parent
+CPU, CPU_DEVICE = Target("cpu", 1), torch.device("cpu")
 
 
 def sides(M: int = 64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,9 +44,8 @@ def sides(M: int = 64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prepare(function=envoi.gemm, arguments=None, **named):
-    """Make the two calls after which such calls are replayed."""
-    for _ in range(2):
-        function(*(arguments or sides()), **named)
+    """Make the call after which such calls are replayed."""
+    function(*(arguments or sides()), **named)
 
 
 def replays(hopper, function, *arguments, **named) -> bool:
@@ -59,7 +60,7 @@ def addresses(hopper) -> set[int]:
     return {int.from_bytes(value[:8], "little") for value in hopper.calls[-1][2] if len(value) >= 8}
 
 
-def test_the_third_call_is_replayed_on_its_own_tensors(hopper):
+def test_the_second_call_is_replayed_on_its_own_tensors(hopper):
     prepare()
     assert not hopper.calls
     a, b = sides(seed=5)
@@ -68,32 +69,6 @@ def test_the_third_call_is_replayed_on_its_own_tensors(hopper):
     assert (out.shape, out.dtype, out.stride()) == ((64, 128), torch.bfloat16, (128, 1))
     (_, config, _) = hopper.calls[0]
     assert config.stream == 7 and config.num_attributes == 0 and config.shared_bytes > 0
-
-
-def test_a_first_call_is_recorded_on_request(hopper):
-    with recording_first_calls():
-        envoi.gemm(*sides())
-    assert not hopper.calls and replays(hopper, envoi.gemm, *sides(seed=5))
-    envoi.gemm(*sides(63))
-    assert not replays(hopper, envoi.gemm, *sides(63)), "others are recorded the second time"
-    assert replays(hopper, envoi.gemm, *sides(63))
-
-
-def test_what_a_first_call_alone_does_keeps_it_from_nothing_but_its_record(hopper, monkeypatch):
-    """Memory that is made once and kept, with values that are set by torch: later calls find it there."""
-    kept, original = [], host.work_of
-
-    def work_of(*given):
-        if not kept:
-            kept.append(torch.zeros(3))
-        return original(*given)
-
-    monkeypatch.setattr(host, "work_of", work_of)
-    with recording_first_calls():
-        envoi.gemm(*sides())
-    assert not calls._calls.refusals()
-    assert not replays(hopper, envoi.gemm, *sides()), "it is recorded now"
-    assert replays(hopper, envoi.gemm, *sides())
 
 
 @pytest.mark.parametrize(
@@ -244,17 +219,14 @@ def test_a_scalar_operand_is_part_of_the_key(hopper):
     assert not call(-0.5) and call(0.5)
 
 
-# What a recorder refuses. Such calls run as always for good.
+# What can't be replayed. Such calls run as always for good.
 
 
-def refusal(hopper, monkeypatch, change) -> str:
-    """Return why a call is refused whose launches come with this change."""
-
-    class Changed(recording.Recorder):
-        def launched(self, compiled, grid, arguments):
-            super().launched(*change(compiled, grid, arguments))
-
-    monkeypatch.setattr(recording, "Recorder", Changed)
+def refusal(hopper, monkeypatch, change=lambda compiled: compiled, planned=lambda: None) -> str:
+    """Return why a call is refused whose kernels are these, or that does something besides its launches."""
+    as_before, original = hopper.launch_as_always, host.work_of
+    monkeypatch.setattr(launch, "run", lambda *given: change(as_before(*given)))
+    monkeypatch.setattr(host, "work_of", lambda *given: (planned(), original(*given))[1])
     prepare()
     assert not replays(hopper, envoi.gemm, *sides())
     (reason,) = calls._calls.refusals()
@@ -268,25 +240,32 @@ def with_metadata(compiled, **changes):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda c, g, a: (None, g, a), "without a compiled kernel"),
-        (lambda c, g, a: (with_metadata(c, global_scratch_size=8), g, a), "scratch memory that Triton allocates"),
-        (lambda c, g, a: (with_metadata(c, num_ctas=2), g, a), "clusters"),
-        (lambda c, g, a: (SimpleNamespace(**{**vars(c), "function": None}), g, a), "isn't loaded"),
-        (lambda c, g, a: (torch.zeros(3), c)[1:] + (g, a), "aten.zeros.default between the launches"),
-        (lambda c, g, a: (torch.empty(3).sum().item(), c)[1:] + (g, a), "aten.sum.default between the launches"),
-        (lambda c, g, a: (SimpleNamespace(**{**vars(c), "packed_metadata": (4, 1)}), g, a), "ValueError: not enough"),
+        (lambda c: None, "without a compiled kernel"),
+        (lambda c: with_metadata(c, global_scratch_size=8), "scratch memory that Triton allocates"),
+        (lambda c: with_metadata(c, num_ctas=2), "clusters"),
+        (lambda c: SimpleNamespace(**{**vars(c), "function": None}), "isn't loaded"),
+        (lambda c: SimpleNamespace(**{**vars(c), "packed_metadata": (4, 1)}), "ValueError: not enough"),
     ],
-    ids=["unknown", "scratch", "cluster", "not loaded", "an operator", "a value that the host reads", "another Triton"],
+    ids=["unknown", "scratch", "cluster", "not loaded", "another Triton"],
 )
-def test_refusals(hopper, monkeypatch, change, reason):
+def test_kernels_that_are_refused(hopper, monkeypatch, change, reason):
     assert re.search(reason, refusal(hopper, monkeypatch, change))
 
 
-def test_tensors_without_memory_are_nothing_to_replay(hopper, monkeypatch):
-    original = host.work_of
-    monkeypatch.setattr(host, "work_of", lambda *given: (torch.empty(3, device="meta"), original(*given))[1])
-    prepare()
-    assert replays(hopper, envoi.gemm, *sides())
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("planned", "reason"),
+    [
+        (lambda: torch.zeros(3, device=META), "aten.zeros.default between the launches"),
+        (lambda: torch.empty(3, device=META).sum(), "aten.sum.default between the launches"),
+        (lambda: torch.empty(3, device=META).sum().item() if program.current() else None, "RuntimeError"),
+    ],
+    ids=["an operator", "another", "a value that the host reads"],
+)
+def test_what_calls_do_besides_launches(hopper, monkeypatch, planned, reason):
+    assert re.search(reason, refusal(hopper, monkeypatch, planned=planned))
 
 
 def test_the_driver_is_asked_once_for_the_sizes_of_a_kernel():
@@ -325,48 +304,55 @@ def test_maps_that_have_their_address_elsewhere(hopper, monkeypatch):
     assert "address stands elsewhere" in calls._calls.refusals()[0]
 
 
-def test_arguments_that_share_memory(hopper):
+def test_an_object_that_is_given_twice_is_planned_for_no_other_call(hopper):
     x = normal(128, 128)
     prepare(arguments=(x, x))
     assert not replays(hopper, envoi.gemm, x, x)
-    assert calls._calls.refusals() == ["arguments that share memory"]
+    assert not calls._calls.known, "calls with two objects are none the worse for it"
+    prepare(arguments=(x, x.clone()))
+    assert replays(hopper, envoi.gemm, x, x)
 
 
-def test_memory_that_is_nobodys(hopper, monkeypatch):
+def test_memory_that_is_nobodys():
     """A tensor made from an argument in an earlier call must not stand for that of the next one."""
-    offsets, kept = torch.tensor([0, 30, 60], dtype=torch.int32), []
-
-    def contiguous(x):
-        kept.append(x.clone()) if not kept else None
-        return kept[0]
-
-    original = host.work_of
-    monkeypatch.setattr(
-        host, "work_of", lambda a, b, ir, operands, rows: original(a, b, ir, operands, contiguous(rows))
-    )
-    call = (normal(64, 128), normal(2, 128, 128, seed=1), offsets)
-    prepare(grouped_gemm, call)
-    assert calls._calls.refusals() == ["memory that is neither an argument nor the call's own"]
+    made = program.plan(lambda x: x.view(2, 2), (x := torch.zeros(4),), {}, [x], CPU)
+    assert made.place(made.inputs[0][1:]) == (program.INPUT, 0, 4)
+    with pytest.raises(program.RefusedError, match="neither an argument nor the call's own"):
+        made.place(torch.empty(3, device="meta"))
 
 
 def test_calls_that_need_much_memory(hopper, monkeypatch):
-    monkeypatch.setattr(recording, "MAX_SCRATCH_BYTES", 1000)
+    monkeypatch.setattr(program, "MAX_SCRATCH_BYTES", 1000)
     prepare()
     assert calls._calls.refusals() == ["more than 1000 bytes of memory"]
 
 
 def test_a_part_of_a_tensor_is_no_result():
-    with recording.recording(torch.device("cpu")) as recorder:
-        x = torch.empty(4, 4)
-    for result in (x[1:], [x, x], torch.ones(3)):
-        returned = result if isinstance(result, list) else [result]
-        with pytest.raises(parameters.RefusedError, match="isn't a whole tensor that the call allocated"):
-            recording.Memory(recorder, (), returned, ())
+    for result in (lambda x: x[1:], lambda x: [x, x], lambda x: torch.empty_like(x)[:, :2]):
+        function = lambda x, result=result: result(torch.empty_like(x))  # noqa: E731
+        made = program.plan(function, (x := torch.zeros(4, 4),), {}, [x], CPU)
+        assert "isn't a whole tensor that the call allocated" in made.refusal
+
+
+def test_a_planned_call_knows_every_tensor():
+    x, y = torch.zeros(3), torch.zeros(3)
+    with pytest.raises(program.RefusedError, match="isn't among the call's"):
+        program.plan(lambda x, y: x, (x, y), {}, [x], CPU)
+    with pytest.raises(program.RefusedError, match="given twice"):
+        program.plan(lambda x, y: x, (x, x), {}, [x, x], CPU)
+
+
+def test_stand_ins_have_the_alignment_of_their_tensors():
+    whole = torch.zeros(64, dtype=torch.bfloat16)
+    for x in (whole[3:].view(1, -1), whole[8:], whole[1:61].view(4, 15)[:, :7]):
+        twin = program.stand_in(x)
+        assert (twin.shape, twin.stride(), twin.dtype) == (x.shape, x.stride(), x.dtype)
+        assert twin.data_ptr() % 16 == x.data_ptr() % 16
 
 
 def test_numbers_that_do_not_fit():
     for kind, value in (("bf16", 1.0), ("fp32", 1e39)):
-        with pytest.raises(parameters.RefusedError):
+        with pytest.raises(program.RefusedError):
             parameters._number(kind, value)
     assert parameters._number("fp32", float("inf")) == b"\x00\x00\x80\x7f"
     assert parameters._number("i32", -1) == b"\xff" * 4
@@ -503,23 +489,18 @@ def test_scratch_memory_is_kept_by_a_stream_and_new_in_captures(hopper):
     assert len({address for _, _, address in seen}) == 3
 
 
-def test_calls_with_counters_keep_to_their_stream_and_out_of_captures(hopper):
+def test_counters_are_those_of_the_stream_and_of_the_capture(hopper):
     call = route_cases(3, 64, 2048, 4)["route-all"].arguments(0)[0]
-    named = {"return_counts": True}
-    prepare(envoi.route, call, **named)
-    assert replays(hopper, envoi.route, *call, **named)
-    kept = [(x.data_ptr(), x.numel() * x.itemsize) for x in workspace._forever]
-    assert any(start <= address < start + size for address in addresses(hopper) for start, size in kept)
-    hopper.capturing = True
-    assert not replays(hopper, envoi.route, *call, **named)
-    hopper.capturing, hopper.stream_now = False, 8
-    first = addresses(hopper)
-    assert [replays(hopper, envoi.route, *call, **named) for _ in range(3)] == [False, False, True]
-    assert hopper.calls[-1][1].stream == 8
-    on_other = {x for x in addresses(hopper) if any(start <= x < start + size for start, size in kept)}
-    assert not on_other & first  # counters of its own
-    hopper.stream_now = 7
-    assert replays(hopper, envoi.route, *call, **named)
+    prepare(envoi.route, call, return_counts=True)
+    seen = []
+    for hopper.stream_now, hopper.capturing in ((7, 0), (7, 0), (8, 0), (8, 1), (8, 2), (8, 0), (7, 0)):
+        assert replays(hopper, envoi.route, *call, return_counts=True)
+        pools = *workspace._forever, *(x for x in workspace._counters.pools.get(CPU_DEVICE, ()))
+        kept = [(x.data_ptr(), x.numel() * x.itemsize) for x in pools]
+        seen.append({at for at in addresses(hopper) if any(start <= at < start + size for start, size in kept)})
+    assert all(len(found) == 1 for found in seen)
+    assert seen[0] == seen[1] == seen[6] and seen[2] == seen[5]
+    assert len(set.union(*seen)) == 4
 
 
 @pytest.mark.parametrize(("sizes", "allocates"), [((64, 1024, 1024), False), ((1024, 2048, 1024), True)])
@@ -530,17 +511,8 @@ def test_sums_over_parts_of_k_are_in_memory_that_the_stream_keeps(hopper, monkey
     monkeypatch.setattr(tune, "choose", lambda problem, code, *_: fitted(problem, forced, code))
     prepare(envoi.gemm, (normal(M, K), normal(N, K, seed=1)))
     (found,) = calls._calls.known.values()
-    assert bool(found._scratch_floats) == allocates
-    assert found.stream == hopper.stream_now
-
-
-def test_nothing_is_recorded_in_a_capture(hopper):
-    hopper.capturing = True
-    prepare()
-    prepare()
-    hopper.capturing = False
-    assert not replays(hopper, envoi.gemm, *sides())  # recorded now
-    assert replays(hopper, envoi.gemm, *sides())
+    assert bool(found._scratch_floats)
+    assert (found._scratch is None) == allocates
 
 
 # The rest of the house
@@ -679,15 +651,15 @@ def test_an_object_that_is_given_twice_is_found_by_key(hopper):
 
 def test_a_tensor_in_place_of_none_is_another_form():
     made = forms.Forms(8)
-    x, y, call = torch.zeros(2, 3), torch.zeros(4), SimpleNamespace(stream=None)
+    x, y, call = torch.zeros(2, 3), torch.zeros(4), SimpleNamespace()
     made.add(("f",), (x, None, y), call)
-    here = (-1, 0)
+    here = -1
     assert made.find(("f",), (x, None, y), here) is call
     assert made.find(("f",), (x, y, None), here) is None
     assert made.find(("f",), (x, None, None), here) is None
     assert made.find(("f",), (x, y, torch.zeros(4)), here) is None
     assert made.find(("g",), (x, None, y), here) is None
-    assert made.find(("f",), (x, None, y), (0, 0)) is None
+    assert made.find(("f",), (x, None, y), 0) is None
     with torch.inference_mode():
         assert made.find(("f",), (x, None, y), here) is None
     made.forget(call)
@@ -695,7 +667,7 @@ def test_a_tensor_in_place_of_none_is_another_form():
 
 
 def test_forms_are_bounded():
-    made, call = forms.Forms(8), SimpleNamespace(stream=None)
+    made, call = forms.Forms(8), SimpleNamespace()
     for size in range(1, 30):
         for columns in range(1, 9):  # as many variants of a form
             made.add(("f",), (torch.zeros(size), torch.zeros(columns)), call)
@@ -706,16 +678,17 @@ def test_forms_are_bounded():
 RECORD = """
 import sys
 import torch
-from envoi.runtime.prepared import forms, recording
+from envoi.runtime import program
+from envoi.runtime.devices import Target
+from envoi.runtime.prepared import forms
 
-with recording.Recorder(torch.device("cpu")):
-    torch.empty(3).view(3).contiguous()
+program.plan(lambda: torch.empty(3, device="meta").view(3).contiguous(), (), {}, [], Target("sm_90"))
 forms.Forms(8).add(("f",), (torch.zeros(3),), None)
 print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))))
 """
 
 
-def test_recording_leaves_torchs_compiler_alone():
+def test_planning_leaves_torchs_compiler_alone():
     """Check what would take a call, and its peers, seconds: the first use of a dispatch mode may import it."""
     done = fresh.run(RECORD)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

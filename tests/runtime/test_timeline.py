@@ -7,8 +7,8 @@ import torch
 
 from envoi.ops.moe.parallel.trace import ROLES
 from envoi.runtime import launch as launches
-from envoi.runtime import observer
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime import timeline
+from envoi.runtime.program import Launch
 from envoi.runtime.timeline import ROOM, UNTRACED, Recorder, Role, Slice
 from tests.helpers.slow import mostly_slow
 from tools.kernel_cases import kernel_cases
@@ -99,10 +99,10 @@ def test_nothing_was_launched():
 
 def test_launches_ask_the_recorder_of_their_thread(monkeypatch):
     launched = []
-    monkeypatch.setattr(launches, "_run", lambda kernel, grid, arguments, options: launched.append(arguments))
+    monkeypatch.setattr(launches, "run", lambda kernel, grid, arguments, options: launched.append(arguments))
     made = recorder(gemm=GEMM)
     launches.launch(TRACED, (1,), (7, UNTRACED), {})
-    with observer.tracing(made):
+    with timeline.tracing(made):
         launches.launch(TRACED, (1,), (7, UNTRACED), {})
     launches.launch(TRACED, (1,), (7, UNTRACED), {})
     assert [arguments[-1] is UNTRACED for arguments in launched] == [True, False, True]

@@ -11,7 +11,8 @@ from envoi.ops.gemm.hopper_mx import host
 from envoi.ops.gemm.hopper_mx.config import default_config
 from envoi.ops.gemm.hopper_mx.kernel import mx_kernel
 from envoi.ops.gemm.hopper_mx.tokens import widen_kernel
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch
+from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
+from envoi.runtime.program import Launch
 from envoi.types import QuantTensor
 from tools.kernel_cases.gemm_hopper import Case, inputs
 

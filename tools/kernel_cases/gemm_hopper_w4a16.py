@@ -15,7 +15,8 @@ from envoi.ops.gemm.hopper_few.sum import sum_launch
 from envoi.ops.gemm.hopper_w4a16 import few, many
 from envoi.ops.gemm.hopper_w4a16.kernel_many import many_kernel
 from envoi.ops.gemm.hopper_w4a16.many_config import many_config
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch, without_memory
+from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
+from envoi.runtime.program import Launch, without_memory
 from envoi.types import QuantTensor
 from tools.kernel_cases.operands import operands_of
 

@@ -16,7 +16,8 @@ from envoi.ops.gemm.hopper_w4a8 import host
 from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
 from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
 from envoi.quant.fp8_fragments import ORDER
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch, without_memory
+from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
+from envoi.runtime.program import Launch, without_memory
 from envoi.types import QuantTensor
 from tools.kernel_cases.operands import operands_of
 

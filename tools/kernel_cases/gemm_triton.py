@@ -11,7 +11,8 @@ from envoi.epilogues.outputs import empty_outputs
 from envoi.ops.gemm.triton import host
 from envoi.ops.gemm.triton.kernel import gemm_kernel, rows_kernel
 from envoi.quant.formats import SCHEMES
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, case_of, without_memory
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, case_of
+from envoi.runtime.program import without_memory
 from envoi.types import Matrix, QuantTensor
 from tools.kernel_cases.operands import operands_of
 

@@ -12,7 +12,8 @@ from envoi.ops.indexer import (
     kernel_rank,
     kernel_scores,
 )
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, case_of, without_memory
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, case_of
+from envoi.runtime.program import without_memory
 
 NUM_PAGES, WIDTH, HEADS, K = 4096, 2048, 64, 2048
 FP32, INT32 = torch.float32, torch.int32

@@ -14,7 +14,8 @@ from envoi.ops.moe.one_launch.kernel import fused_kernel
 from envoi.ops.moe.permute import RowMap
 from envoi.quant import quantize
 from envoi.quant.formats import SCHEMES
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, case_of, without_memory
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, case_of
+from envoi.runtime.program import without_memory
 from envoi.types import ExpertWeights, QuantTensor
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 2048, 6, 32, 4096, 2048

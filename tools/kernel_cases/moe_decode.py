@@ -7,7 +7,8 @@ import torch
 
 from envoi.ops.gemm.hopper_few import host
 from envoi.ops.gemm.hopper_few.sum import sum_launch
-from envoi.runtime.kernel_case import HOPPER, KernelCase, Launch, without_memory
+from envoi.runtime.kernel_case import HOPPER, KernelCase
+from envoi.runtime.program import Launch, without_memory
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2048, 768, 128, 8

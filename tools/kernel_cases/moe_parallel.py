@@ -26,7 +26,8 @@ from envoi.ops.moe.parallel.load import HISTORY
 from envoi.ops.moe.parallel.progress import BEGUN
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.ops.moe.permute import empty_rows
-from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
+from envoi.runtime.kernel_case import EVERY_ARCH, case_of
+from envoi.runtime.program import without_memory
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
 NUM_HOSTS = 2

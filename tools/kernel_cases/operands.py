@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from envoi.epilogues.ir import IR, Operand
-from envoi.runtime.kernel_case import Make, without_memory
+from envoi.runtime.kernel_case import Make
+from envoi.runtime.program import without_memory
 
 
 def operands_of(

@@ -14,7 +14,8 @@ from envoi.ops.moe.router import host, kernel_hopper, kernel_triton
 from envoi.ops.moe.router.choose_tiling import choose_shares
 from envoi.ops.moe.router.presets import preset
 from envoi.ops.moe.router.rules import Rule
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, KernelCase, Launch, Make, without_memory
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, KernelCase, Make
+from envoi.runtime.program import Launch, without_memory
 
 VOCABULARY = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -25,7 +25,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.jit import JITCallable
 
 from envoi.runtime import ptx_changes, triton_compat
-from envoi.runtime.kernel_case import Launch
+from envoi.runtime.program import Launch
 from tools.machine_code.compile import arguments_of
 
 OURS = ("envoi", "tools", "tests")

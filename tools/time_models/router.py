@@ -19,8 +19,8 @@ from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.ops.moe.router.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.devices import num_sms
 from envoi.runtime.gpu_rates import H200
-from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.launch import launch
+from envoi.runtime.program import without_memory
 from envoi.tune import compile as ahead
 from envoi.tune.timing import Clock, Run
 from tools.kernel_cases.router import rule_of

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from envoi import log
 from envoi.check import expect_no_gradients
-from envoi.runtime import observer, shortcuts
+from envoi.runtime import program, shortcuts
 from envoi.spans import NVTX, span
 
 _library = torch.library.Library("envoi", "FRAGMENT")
@@ -66,14 +66,13 @@ def operator(
 
         @functools.wraps(function)
         def call(*arguments):
+            if program.current() is not None:  # its tensors have no memory: the dispatcher would launch nothing
+                return function(*arguments)
             expect_no_gradients(names, arguments)
             if torch.compiler.is_compiling() or not plain(arguments):
                 expect_memory(names, arguments)
-                # A rehearsal's tensors have no memory: through the dispatcher the call would launch nothing.
-                return dispatched(*arguments) if observer.rehearsed() is None else function(*arguments)
-            if watched() and observer.current() is None:  # a recorder is a mode, but looks at what the function does
                 return dispatched(*arguments)
-            return direct(*arguments)
+            return dispatched(*arguments) if watched() else direct(*arguments)
 
         return call
 
@@ -129,7 +128,7 @@ def expect_memory(names: Sequence[str], values: Sequence[Any]) -> None:
         for x in value if type(value) is list else (value,):
             if isinstance(x, torch.Tensor) and x.dim():
                 found.setdefault(x.is_meta, (name, x))
-    if len(found) == 2 and observer.rehearsed() is None:
+    if len(found) == 2:
         (name, _), (other, x) = found[True], found[False]
         raise ValueError(
             f"{name}: expected a tensor on {x.device}, as {other} is, got one on meta, which has no values"

@@ -26,6 +26,11 @@ class Target:
         """Implementation on this GPU, as `implementation` returns it."""
         return "hopper" if self.arch == "sm_90" else "triton"
 
+    @property
+    def is_interpreter(self) -> bool:
+        """Tell whether the kernels will run in Triton's interpreter, on a CPU: arch "cpu"."""
+        return self.arch == "cpu"
+
     @staticmethod
     def of(device: torch.device) -> "Target":
         """Describe a GPU of this machine."""
@@ -66,6 +71,13 @@ def _implementation(device: torch.device) -> str:
     return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "triton"
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Tell whether kernels run on a GPU there, not in Triton's interpreter; "meta" stands for a GPU."""
+    if device.type == "meta":
+        return _local.target is None or not _local.target.is_interpreter
+    return device.type != "cpu"
+
+
 def capturing(device: torch.device) -> bool:
     """Tell whether a CUDA graph is being captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -94,5 +106,6 @@ def _num_sms(device: torch.device) -> int:
 def casts_e4m3(device: torch.device) -> bool:
     """Tell whether a GPU has the cast to E4M3; "meta" stands for one that has, unless `standing_for` says otherwise."""
     if device.type == "meta":
-        return _local.target is None or int(_local.target.arch.removeprefix("sm_")) >= 89
+        target = _local.target
+        return target is None or not (target.is_interpreter or int(target.arch.removeprefix("sm_")) < 89)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

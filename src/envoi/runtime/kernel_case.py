@@ -5,26 +5,18 @@ The arguments come from the operator's host path, with tensors that have no memo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from envoi.runtime import triton_compat
+from envoi.runtime.program import Launch
 
 HOPPER, BLACKWELL = ("sm_90",), ("sm_100", "sm_103")
 EVERY_ARCH = HOPPER + BLACKWELL
 NUM_SMS = 132  # of an H100 or H200
 
 Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-
-
-class Launch(NamedTuple):
-    """Launch `kernel[grid](*arguments, **options)`. kernel: a function under triton.jit or gluon.jit."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,11 +32,6 @@ class KernelCase:
 def case_of(name: str, about: str, arches: tuple[str, ...], kernel: Any, arguments: Any, *given: Any) -> KernelCase:
     """Return the case of a kernel. arguments: a function of `given` that returns grid, arguments and options."""
     return KernelCase(name, about, arches, lambda: Launch(kernel, *arguments(*given)))
-
-
-def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor on "meta"."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def kernel_key(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from envoi import log
-from envoi.runtime import observer, shortcuts, triton_compat
+from envoi.runtime import program, shortcuts, timeline, triton_compat
 from envoi.runtime.compiling import compiling
 
 ALIGNMENT = 16
@@ -23,19 +23,16 @@ _parts: dict[Any, tuple[Callable[[Any], Any], ...]] = {}  # for each kernel func
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order.
 
-    All kernels of the product are launched here, so that a call's recorder, and its rehearsal, miss none.
+    All kernels of the product are launched here. While a call is planned, its program takes the launch instead.
     """
-    timeline = observer.timeline()
-    if timeline is not None:
-        arguments = timeline.joined(kernel, grid, arguments)
-    rehearsed = observer.rehearsed()
-    if rehearsed is not None:
-        rehearsed.append((kernel, grid, arguments, options))
-        return
-    compiled = _run(kernel, grid, arguments, options)
-    recorder = observer.current()
+    recorder = timeline.current()
     if recorder is not None:
-        recorder.launched(compiled, grid, arguments)
+        arguments = recorder.joined(kernel, grid, arguments)
+    builder = program.current()
+    if builder is None:
+        run(kernel, grid, arguments, options)
+    else:
+        builder.launches.append(program.Launch(kernel, grid, arguments, options))
 
 
 def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], second: tuple) -> None:
@@ -50,7 +47,7 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
 
 
 @log.launches
-def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
+def run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
         triton_compat.own(kernel)

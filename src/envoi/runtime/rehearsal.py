@@ -1,6 +1,6 @@
-"""Rehearsed calls: what a call would launch, found by running its host path on tensors that have no memory.
+"""Kernels of calls, for a warm-up: found by planning calls of many numbers of tokens, compiled, loaded.
 
-    rehearse    a call -> its launches                         no GPU needed
+    launches_of a call -> its launches                         no GPU needed
     find        calls, numbers of tokens -> Site by digest     one for each kernel that differs
     compile_at  a Site -> Triton's disk cache                  no GPU needed
     load_at     a Site -> a kernel ready on the current GPU
@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from envoi.runtime import observer
-from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.devices import Target
+from envoi.runtime.program import Launch, building
 
 Call = Callable[[int], Any]
-Rehearsed = tuple[Any, tuple, tuple, dict[str, Any]]  # launch: kernel, grid, arguments, options
 
 
 class Site(NamedTuple):
@@ -30,12 +29,11 @@ class Site(NamedTuple):
     name: str
 
 
-def rehearse(call: Call, num_tokens: int, target: Target) -> list[Rehearsed]:
-    """Return the (kernel, grid, arguments, options) that a call would launch on a GPU, in order."""
-    launches: list[Rehearsed] = []
-    with standing_for(target), observer.rehearsing(launches):
+def launches_of(call: Call, num_tokens: int, target: Target) -> list[Launch]:
+    """Return what a call launches on a GPU, in order."""
+    with building(target) as builder:
         call(num_tokens)
-    return launches
+    return builder.launches
 
 
 def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[str, Site]:
@@ -46,7 +44,7 @@ def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[
     seen: set[tuple] = set()
     for num_tokens in numbers:
         for number, call in enumerate(calls):
-            for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, target)):
+            for place, (kernel, _, arguments, options) in enumerate(launches_of(call, num_tokens, target)):
                 key = key_of(kernel, arguments, options)
                 if key not in seen:
                     seen.add(key)
@@ -71,7 +69,7 @@ def compile_at(calls: Sequence[Call], target: Target, for_launch: bool, site: Si
     from envoi.runtime import triton_compat
 
     try:
-        kernel, _, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]
+        kernel, _, arguments, options = launches_of(calls[site.call], site.num_tokens, target)[site.launch]
         made = triton_compat.compile_like_a_launch(kernel, arguments, target.arch, options)
         if for_launch:
             with suppress(Exception):  # the first launch builds it then, or says why not
@@ -85,13 +83,13 @@ def compile_here(calls: Sequence[Call], target: Target, site: Site) -> None:
     """Compile the kernel of a site into Triton's disk cache, in a process that also does other things."""
     from envoi.runtime import triton_compat
 
-    kernel, _, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]
+    kernel, _, arguments, options = launches_of(calls[site.call], site.num_tokens, target)[site.launch]
     triton_compat.compile_without_driver(kernel, arguments, target.arch, options)
 
 
 def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
     """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled."""
-    load(*rehearse(calls[site.call], site.num_tokens, target)[site.launch])
+    load(*launches_of(calls[site.call], site.num_tokens, target)[site.launch])
 
 
 def load(kernel: Any, grid: tuple, arguments: tuple, options: dict[str, Any]) -> None:

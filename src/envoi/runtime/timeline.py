@@ -1,5 +1,6 @@
 """Timeline of a call: which role of which multiprocessor did what, and when, by the GPU's clock.
 
+    tracing         launches of a thread are recorded
     Recorder        gives each launch of a call memory for its moments      `runtime.launch` asks it
     kernel          notes moments there                                     `runtime.timeline_device`
     Recorder.slices reads them after the call                               here
@@ -7,17 +8,38 @@
 Nothing of it is in a kernel that isn't traced: its parameter `trace` is then None.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from envoi.runtime.scoped import scoped
+
 WORDS = 8  # int64 of a record: its label, then up to 7 moments
 UNTRACED = None  # argument `trace` of a launch; a Recorder puts a `Trace` in its place
 PRODUCER = 2  # track of a GEMM's producer; consumers have 0 and 1
 ROOM = 512  # events of a role that are kept; a GEMM's launch takes 26 MB
+
+
+class _Local(threading.local):
+    recorder: "Recorder | None" = None
+
+
+_local = _Local()
+
+
+def current() -> "Recorder | None":
+    """Return the recorder of this thread's launches, or None."""
+    return _local.recorder
+
+
+def tracing(recorder: "Recorder") -> AbstractContextManager[None]:
+    """Record this thread's launches inside the context."""
+    return scoped(_local, recorder=recorder)
 
 
 class Role(NamedTuple):

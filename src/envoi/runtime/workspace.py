@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 
+from envoi.runtime import program
 from envoi.runtime.math import next_power_of_2
 
 LEAST = 1 << 16  # int32, or float32, minimum for a stream
@@ -95,12 +96,6 @@ def in_another_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return made.result()
 
 
-def is_kept(address: int) -> bool:
-    """Tell whether an address is in memory of `lasting`, which stays where it is."""
-    starts = ((x.data_ptr(), x.numel() * x.itemsize) for x in _forever)
-    return any(start <= address < start + num_bytes for start, num_bytes in starts)
-
-
 _forever: list[torch.Tensor] = []
 _counters, _blanks = Kept(0), Kept(BLANK)
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -117,8 +112,18 @@ def blanks(count: int, device: torch.device) -> torch.Tensor:
     return _kept(_blanks, count, device).view(torch.float32)
 
 
-def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
-    return kept.take(count, device) if device.type == "cuda" else kept.new(count, device)
+def _kept(pool: Kept, count: int, device: torch.device) -> torch.Tensor:
+    """Return memory of a pool; in a planned call what stands for that of the stream on which it will run."""
+    builder = program.current()
+    if builder is not None:
+        return builder.take_kept(partial(_kept, pool, count), count)
+    return pool.take(count, device) if device.type == "cuda" else pool.new(count, device)
+
+
+def constant(find: program.Find, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return find(device), a tensor [count] that is kept; in a planned call what stands for it."""
+    builder = program.current()
+    return find(device) if builder is None else builder.take_kept(find, count, dtype)
 
 
 def floats(count: int, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ from envoi.ops.moe import moe
 from envoi.ops.moe.one_launch.host import use_one_launch
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.parallel.trace import COLUMNS, ROLES, Timeline
-from envoi.runtime import observer
+from envoi.runtime import timeline
 from envoi.runtime.timeline import Recorder, Slice
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import gpu_ranks, run_ranks
@@ -39,7 +39,7 @@ def test_a_traced_call_has_the_same_bits(format, sizes, one_launch):
     parts = domains.split(layer, [tokens // 3, tokens])
     recorder = Recorder(ROLES, torch.device("cuda"))
     use_one_launch(one_launch)
-    with observer.tracing(recorder):
+    with timeline.tracing(recorder):
         out = torch.cat(domains.moe(opened, parts, packed))
     use_one_launch(None)
     assert_same_bits(out, moe(layer.tokens, layer.routing, layer.pack(format)))

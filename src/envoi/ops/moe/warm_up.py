@@ -12,8 +12,7 @@ from envoi.ops.moe.api import moe
 from envoi.ops.moe.layer import has_kernels
 from envoi.progress import Progress
 from envoi.runtime.devices import Target
-from envoi.runtime.kernel_case import without_memory
-from envoi.runtime.prepared import recording_first_calls
+from envoi.runtime.program import without_memory
 from envoi.runtime.rehearsal import Call, Site, compile_at, compile_here, find
 from envoi.runtime.workers import Workers
 from envoi.types import ExpertWeights, QuantTensor, Routing
@@ -132,7 +131,5 @@ def prepare(
         call(tokens[:count], Routing(weights[:count], ids[:count], num_experts))
 
     counts = [*range(1, min(PREPARED_EACH, most) + 1), *range(PREPARED_EACH + 8, most + 1, 8)]
-    run(counts[-1])  # for what is made once
-    with recording_first_calls():
-        for count in reversed(counts):
-            run(count)
+    for count in reversed(counts):
+        run(count)

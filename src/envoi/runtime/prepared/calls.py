@@ -1,4 +1,4 @@
-"""Calls by key: run as always, record, or replay; and the guards that decide whether a call is plain enough.
+"""Plan cache: calls by key, planned at the first one, replayed from then on; and what decides whether a call is plain.
 
 A key is what decides a call's launches: its numbers and flags as the operator lists them, and each tensor's shape,
 strides and dtype, on the current device. What isn't in the key is checked at each call; if one of these holds, the call
@@ -8,9 +8,8 @@ runs as always, with all its checks, errors, records and modes:
     autocast is on; a tensor requires a gradient, or forward-mode differentiation is under way
     a tensor is of another class, on another device than the current one, off 16 bytes, or holds its negative
     Triton's launches have hooks
-    the call was bound to another stream, or is bound to one and captured (counters and sums of `runtime.workspace`)
 
-Wrong arguments never have a key that was recorded, because the call with that key succeeded.
+Wrong arguments have no key: planning refuses them, and the call as always says why.
 """
 
 import functools
@@ -18,28 +17,23 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from envoi import log
-from envoi.runtime import shortcuts, triton_compat, workspace
+from envoi.runtime import program, shortcuts, triton_compat, workspace
 from envoi.runtime.custom_op import watched
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.forms import Forms
-from envoi.runtime.prepared.parameters import RefusedError
-from envoi.runtime.prepared.recording import recording
-from envoi.runtime.prepared.replay import Prepared
-from envoi.runtime.scoped import scoped
+from envoi.runtime.prepared.replay import Prepared, run_first
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
 # stream share the scratch memory that `runtime.workspace` keeps for it.
 MOST_CALLS = 1024
 ALIGNMENT_MASK = 15
-SEEN = "seen once"
 MISSED = object()
 
 Function = TypeVar("Function", bound=Callable)
@@ -49,32 +43,24 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
 
 
-class _ThisThread(threading.local):
-    records_first_calls = False
+class Plannable(NamedTuple):
+    """Call as `program.plan` takes it: a function that launches, and its arguments."""
 
-
-_this_thread = _ThisThread()
-
-
-def recording_first_calls() -> AbstractContextManager[None]:
-    """Record a call of this thread inside the context when it is made first, not the second time.
-
-    For calls of which others like them were made before: memory and tables that Envoi makes at a first call, and keeps,
-    are no part of what is repeated.
-    """
-    return scoped(_this_thread, records_first_calls=True)
+    function: Callable
+    arguments: tuple
+    named: dict[str, Any] = {}  # noqa: RUF012
+    owner: Any = None
 
 
 class Calls:
     """Calls of one or several operators by key, the least recently used ones forgotten.
 
-    known: for a key its prepared call, or a text: why it has none. owned: tensors other than the arguments whose
-    addresses the launches take, and that live as long as this object.
+    known: for a key its prepared call, or a text: why it has none.
     """
 
-    def __init__(self, owned: Sequence[torch.Tensor] = (), most: int = MOST_CALLS) -> None:
+    def __init__(self, most: int = MOST_CALLS) -> None:
         self.known: dict[Any, Prepared | str] = {}
-        self.owned, self.most = tuple(owned), most
+        self.most = most
         self.forms = Forms(most)
         self._lock = threading.Lock()
         _all.add(self)
@@ -90,10 +76,10 @@ class Calls:
         device = driver.current_device()
         stream = driver.stream(device)
         try:
-            found = self.forms.find(constants, tensors, (device, stream))
+            found = self.forms.find(constants, tensors, device)
         except (TypeError, AttributeError):  # a constant or a tensor that isn't one
             return MISSED
-        if found is None or (found.stream is not None and driver.is_capturing()):
+        if found is None:
             return MISSED
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         if functools.reduce(operator.or_, addresses) & ALIGNMENT_MASK:
@@ -101,8 +87,10 @@ class Calls:
         found.used = True
         return found.run(addresses, stream)
 
-    def run(self, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any]) -> Any:
-        """Return what `as_always()` returns, by prepared launches if there are any for these arguments.
+    def run(
+        self, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any], call: Plannable
+    ) -> Any:  # fmt: skip
+        """Return what `as_always()` returns, by the call's planned launches where they are all that it does.
 
         constants: all that decides the launches apart from tensors, the operator's name first; hashable.
         tensors: all arguments whose addresses the launches take. Only for calls under `plain`.
@@ -131,37 +119,29 @@ class Calls:
             found = self.known.get(key)
         except TypeError:  # a constant that isn't one
             return as_always()
-        if isinstance(found, Prepared) and found.stream is not None:  # bound to a stream
-            if driver.is_capturing():
-                return as_always()
-            if found.stream != stream:
-                key = stream, key
-                found = self.known.get(key)
         if isinstance(found, Prepared):
             found.used = True
             self.forms.add(constants, tensors, found)
             return found.run(addresses, stream)
-        if found is None:
-            self._keep(key, SEEN)
-            found = SEEN if _this_thread.records_first_calls else None
-        if found != SEEN or driver.is_capturing():
-            return as_always()
-        return self._record(key, constants, tensors, as_always, stream, first.device)
+        return as_always() if found is not None else self._run_first(key, constants, tensors, as_always, call)
 
-    def _record(
+    def _run_first(
         self, key: Any, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any],
-        stream: int, device: torch.device,
+        call: Plannable,
     ) -> Any:  # fmt: skip
-        with recording(device) as recorder:
-            result = as_always()
+        driver: Any = driver_module.active()
+        function, arguments, named, owner = call
         try:
-            found: Prepared | str = Prepared(recorder, tensors, result, stream, self.owned, driver_module.active())
-        except RefusedError as error:
-            found = str(error)
-        except Exception as error:  # the call itself is done; what is private to Triton may have changed
-            found = f"{type(error).__name__}: {error}"
-        if isinstance(found, str) and _this_thread.records_first_calls:
-            found = SEEN  # it may be for what only a first call does
+            planned = program.plan(function, arguments, named, tensors, driver.target(), owner)
+            refusal = planned.refusal
+        except Exception as error:  # wrong arguments, or a value that the host reads
+            planned, refusal = None, f"{type(error).__name__}: {error}"
+        if planned is None or refusal:
+            result = as_always()
+            if planned is not None or not _is_given_twice(tensors):
+                self._keep(key, refusal)
+            return result
+        result, found = run_first(planned, tensors, driver)
         self._keep(key, found)
         if isinstance(found, Prepared):
             self.forms.add(constants, tensors, found)
@@ -188,8 +168,13 @@ class Calls:
             self.forms.known.clear()
 
     def refusals(self) -> list[str]:
-        """Return why calls that were recorded can't be replayed."""
-        return [found for found in self.known.values() if isinstance(found, str) and found != SEEN]
+        """Return why calls can't be replayed."""
+        return [found for found in self.known.values() if isinstance(found, str)]
+
+
+def _is_given_twice(tensors: Sequence[torch.Tensor | None]) -> bool:
+    given = [id(x) for x in tensors if x is not None]
+    return len(set(given)) < len(given)
 
 
 _calls = Calls()
@@ -207,6 +192,7 @@ def unwatched() -> bool:
     return (
         shortcuts.PREPARED
         and shortcuts.ENABLED
+        and program.current() is None
         and not torch.compiler.is_compiling()
         and not (log.LEVEL or NVTX)
         and torch._C._len_torch_function_stack() == 0
@@ -247,7 +233,8 @@ def prepared(given: Callable[..., Given]) -> Callable[[Function], Function]:
                 return result
             if not plain():
                 return function(*arguments, **named)
-            return _calls.run(constants, tensors, functools.partial(function, *arguments, **named))
+            as_always = functools.partial(function, *arguments, **named)
+            return _calls.run(constants, tensors, as_always, Plannable(function, arguments, named))
 
         return cast(Function, call)
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from envoi.runtime import shortcuts
+from envoi.runtime.devices import Target
 
 LIBRARY = "libcuda.so.1"
 MAP_BYTES = 128
@@ -66,6 +67,14 @@ class Driver:
         if self._empty is None or torch._C._get_deterministic_algorithms():
             return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
         return self._empty(shape, strides, dtype)
+
+    def target(self) -> Target:
+        """Describe the current GPU."""
+        return Target.of(self.device())
+
+    def device(self) -> torch.device:
+        """Return the current GPU."""
+        return torch.device(self.device_type, self.current_device())
 
     def parameter_sizes(self, compiled: Any) -> list[int]:
         """Return the bytes of each parameter of a compiled kernel that is loaded (CUDA 12.4 or newer).

@@ -47,13 +47,11 @@ class Forms:
         self.known: dict[Any, tuple[Variant, ...]] = {}
         self.most = most
 
-    def find(self, constants: tuple, tensors: Sequence[torch.Tensor | None], where: tuple) -> Prepared | None:
-        """Return the prepared call that these tensors fit, None if there is none. where: the device and the stream."""
+    def find(self, constants: tuple, tensors: Sequence[torch.Tensor | None], device: int) -> Prepared | None:
+        """Return the prepared call that these tensors fit, None if there is none. device: the current one."""
         first: Any = tensors[0]
         for variant in self.known.get((constants, first.shape), ()):
-            if variant.device != where[0] or variant.call.stream not in (None, where[1]):
-                continue
-            if len(tensors) != variant.num_tensors:
+            if variant.device != device or len(tensors) != variant.num_tensors:
                 continue
             for place in variant.absent:
                 if tensors[place] is not None:

@@ -14,16 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from envoi.runtime.prepared.driver import MAP_BYTES
+from envoi.runtime.program import RefusedError
 
 FORMATS = {
     "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
     "fp32": "f", "fp64": "d",
 }  # fmt: skip
 ADDRESS_BYTES = 8
-
-
-class RefusedError(Exception):
-    """Reason why a call can't be prepared."""
 
 
 class Parameter(NamedTuple):

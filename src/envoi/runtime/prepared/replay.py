@@ -1,6 +1,7 @@
-"""Replay of a recorded call: its launches as blocks of parameters, into which each call writes its addresses.
+"""Runs of a planned call: its launches as blocks of parameters, into which each run writes its addresses.
 
-    Prepared    what is the same for all calls: outputs, scratch, which word takes which address
+    run_first   the first run, by Triton's launcher, which compiles; makes a Prepared of it
+    Prepared    what is the same for all runs: outputs, scratch, which word takes which address
     Frame       the memory of one call under way: for each launch a LaunchConfig, its attributes, the parameters, and a
                 pointer to each of them
 
@@ -14,18 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from envoi.runtime import launch as launcher
 from envoi.runtime import workspace
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, Attribute, LaunchConfig, attributes_of
-from envoi.runtime.prepared.parameters import (
-    Parameter,
-    RefusedError,
-    check_launch,
-    check_map,
-    check_sizes,
-    parameters_of,
-)
-from envoi.runtime.prepared.recording import FIXED, INPUT, OUTPUT, Memory, Place, Recorder
-from envoi.runtime.prepared.results import take_apart
+from envoi.runtime.prepared.parameters import Parameter, check_launch, check_map, check_sizes, parameters_of
+from envoi.runtime.program import FIXED, INPUT, KEPT, NOWHERE, OUTPUT, SCRATCH, Place, Program, RefusedError
+from envoi.runtime.shortcuts import rebase
 
 WORD = 8
 CONFIG_WORDS = -(-ctypes.sizeof(LaunchConfig) // WORD)
@@ -33,6 +28,7 @@ ATTRIBUTE_WORDS = ctypes.sizeof(Attribute) // WORD
 STREAM_WORD = LaunchConfig.stream.offset // WORD
 MAP_WORDS = 16  # a map is on 128 bytes
 FRAME_ALIGNMENT = 128
+NO_STREAM = -1
 
 
 class Launch(NamedTuple):
@@ -65,7 +61,7 @@ class Frame:
         self.words = memoryview(self._memory)[skipped : skipped + num_words * WORD].cast("Q")
         self.calls: list[tuple[int, int, int, None]] = []
         self.starts: list[int] = []
-        self.stream, self.scratch = 0, 0
+        self.stream, self.scratch = NO_STREAM, 0
         start = 0
         for launch in launches:
             self.calls.append(self._fill(launch, start, first + skipped))
@@ -92,41 +88,124 @@ class Frame:
         return address + start * WORD, launch.compiled.function, address + at_pointers * WORD, None
 
 
-class Prepared:
-    """Call that has been recorded, ready to run on other tensors of the same shapes, strides, dtypes and device.
+class Launched(NamedTuple):
+    """Launch that was made: the compiled kernel, None if it isn't known, the grid of 3, and the arguments."""
 
-    stream: the stream that it is bound to, or None for all of them; a bound one can't be captured either.
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: tuple
+
+
+class Memory:
+    """Memory of a program's first run: tensors for those that it was planned with.
+
+    outputs: of the result. places: what each tensor that was made for an argument stands for, by its id.
     """
 
+    def __init__(self, program: Program, tensors: Sequence[torch.Tensor | None], driver: Any) -> None:
+        """tensors: the call's, as `plan` took them."""
+        self._program, self._driver = program, driver
+        first: Any = tensors[0]
+        self.outputs = [driver.empty(tuple(x.shape), x.stride(), x.dtype) for x in program.outputs]
+        scratch = [driver.empty((program.scratch_bytes // 4,), (1,), torch.float32)] if program.scratch_bytes else []
+        self._by_role: dict[int, Sequence[Any]] = {
+            INPUT: tensors, OUTPUT: self.outputs, SCRATCH: scratch, FIXED: program.owned_memory,
+            KEPT: [find(first.device) for find in program.kept],
+        }  # fmt: skip
+        self._made: dict[int, torch.Tensor] = {}
+        self.places: dict[int, Place] = {}
+        for stand_ins, real in (
+            (program.inputs, tensors), (program.owned, program.owned_memory), (program.outputs, self.outputs),
+        ):  # fmt: skip
+            self._made |= {id(x): y for x, y in zip(stand_ins, real, strict=True) if x is not None and y is not None}
+
+    def argument(self, value: Any) -> Any:
+        """Return a launch's argument with tensors that have memory."""
+        kind = type(value)
+        if kind is int or kind is bool or value is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            parts = [self.argument(x) for x in value]
+            return kind(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if hasattr(value, "base") and hasattr(value, "block_shape"):  # a TMA descriptor
+            return rebase(value, self._tensor(value.base))
+        return value
+
+    def _tensor(self, x: torch.Tensor) -> torch.Tensor:
+        place = self._program.place(x)
+        made = self._made.get(id(x))
+        if made is None:
+            made = self._made[id(x)] = self._part(x, place)
+        self.places[id(made)] = place
+        return made
+
+    def _part(self, x: torch.Tensor, place: Place) -> torch.Tensor:
+        if place == NOWHERE:
+            return self._driver.empty(tuple(x.shape), x.stride(), x.dtype)
+        whole = self._by_role[place.role][place.number]
+        first = (whole.storage_offset() * whole.itemsize + place.offset) // x.itemsize
+        with torch.no_grad():
+            return torch.empty(0, dtype=x.dtype, device=whole.device).set_(
+                whole.untyped_storage(), first, x.shape, x.stride()
+            )
+
+
+def run_first(
+    program: Program, tensors: Sequence[torch.Tensor | None], driver: Any
+) -> tuple[Any, "Prepared | str"]:  # fmt: skip
+    """Make a program's launches by Triton's launcher; return the result, and the call prepared for later runs.
+
+    tensors: the call's. Instead of a prepared call a text says why there is none.
+    """
+    memory = Memory(program, tensors, driver)
+    launched, done = [], 0
+    for end, step in [*program.steps, (len(program.launches), None)]:
+        for kernel, grid, arguments, options in program.launches[done:end]:
+            given = memory.argument(arguments)
+            x, y, z = (*grid, 1, 1)[:3]
+            launched.append(Launched(launcher.run(kernel, grid, given, options), (x, y, z), given))
+        done = end
+        if step is not None:
+            step()
+    result = program.build(memory.outputs)
+    try:
+        return result, Prepared(program, launched, memory.places, driver)
+    except RefusedError as error:
+        return result, str(error)
+    except Exception as error:  # the call itself is done; what is private to Triton may have changed
+        return result, f"{type(error).__name__}: {error}"
+
+
+class Prepared:
+    """Planned call, ready to run on tensors of the same shapes, strides, dtypes and device."""
+
     __slots__ = (
-        "_build", "_context", "_driver", "_free", "_of_inputs", "_of_outputs", "_of_scratch", "_outputs", "_parts",
-        "_scratch", "_scratch_floats", "_streams", "launches", "stream", "used",
+        "_build", "_context", "_device", "_driver", "_free", "_kept", "_of_inputs", "_of_kept", "_of_outputs",
+        "_of_scratch", "_outputs", "_parts", "_scratch", "_scratch_floats", "_streams", "launches", "used",
     )  # fmt: skip
 
     def __init__(
-        self, recorder: Recorder, inputs: Sequence[torch.Tensor | None], result: Any, stream: int,
-        owned: Sequence[torch.Tensor], driver: Any,
+        self, program: Program, launched: Sequence[Launched], places: dict[int, Place], driver: Any
     ) -> None:  # fmt: skip
-        """recorder: of a call that has ended. Raises RefusedError where the call can't be replayed."""
-        if recorder.refusal:
-            raise RefusedError(recorder.refusal)
-        returned: list[torch.Tensor] = []
-        self._build = take_apart(result, returned)
-        memory = Memory(recorder, inputs, returned, owned)
-        made = [_launch(launched, memory, driver) for launched in recorder.launches if 0 not in launched.grid]
+        """launched: what ran first; places: of the tensors in it. Raises RefusedError if it can't run otherwise."""
+        made = [_launch(each, places, program, driver) for each in launched if 0 not in each.grid]
         self.launches = [launch for launch, _ in made]
-        self._parts = _parts(recorder)
-        self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned]
-        self._scratch_floats = memory.scratch_bytes // 4
+        self._build = program.build
+        self._parts = _parts(program, launched)
+        self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in program.outputs]
+        self._scratch_floats = program.scratch_bytes // 4
+        self._device = driver.device()
         keeps = 0 < self._scratch_floats <= workspace.MOST_SCRATCH
-        self._scratch = workspace.scratch(recorder.device) if keeps else None
-        self.stream = stream if memory.is_bound else None
+        self._scratch = workspace.scratch(self._device) if keeps else None
+        self._kept = program.kept
         self.used = True
         self._driver, self._context = driver, driver.context()
         frame = Frame(self.launches)
         self._streams = [start + STREAM_WORD for start in frame.starts]
-        self._of_inputs, self._of_outputs, self._of_scratch = (
-            _written(made, frame.starts, role) for role in (INPUT, OUTPUT, None)
+        self._of_inputs, self._of_outputs, self._of_scratch, self._of_kept = (
+            _written(made, frame.starts, role) for role in (INPUT, OUTPUT, SCRATCH, KEPT)
         )
         self._free = [frame]
 
@@ -145,7 +224,8 @@ class Prepared:
             words[word] = outputs[number].data_ptr() + offset
         kept = self._scratch
         scratch: Any = None
-        if kept is not None and self.stream is None and driver.is_capturing():  # a bound one never is
+        captured = (kept is not None or bool(self._of_kept)) and driver.is_capturing()
+        if captured:
             kept = None
         if self._scratch_floats:
             if kept is None:
@@ -157,10 +237,14 @@ class Prepared:
                 frame.scratch = first
                 for word, _, offset in self._of_scratch:
                     words[word] = first + offset
-        if stream != frame.stream:
-            frame.stream = stream
+        if stream != frame.stream or captured:  # each capture has counters of its own
+            frame.stream = NO_STREAM if captured else stream
             for word in self._streams:
                 words[word] = stream
+            if self._of_kept:
+                starts = [find(self._device).data_ptr() for find in self._kept]
+                for word, number, offset in self._of_kept:
+                    words[word] = starts[number] + offset
         launch = driver.launch
         for part, step in self._parts:
             for call in frame.calls[part]:
@@ -186,22 +270,26 @@ class Prepared:
             raise RuntimeError(f"cuLaunchKernelEx: expected 0 from the CUDA driver, got {error}")
 
 
-def _launch(launched: Any, memory: Memory, driver: Any) -> tuple[Launch, list[Place]]:
-    """Return a launch, and the place of each parameter's address, FIXED for numbers too."""
+def _launch(
+    launched: Launched, places: dict[int, Place], program: Program, driver: Any
+) -> tuple[Launch, list[Place]]:  # fmt: skip
+    """Return a launch, and the place of each parameter's address, NOWHERE for numbers too."""
+    if launched.compiled is None:
+        raise RefusedError("a launch without a compiled kernel")
     check_launch(launched.compiled)
     parameters = parameters_of(launched.compiled, launched.arguments, driver)
     check_sizes(launched.compiled, parameters, driver)
     for parameter in parameters:
         if parameter.is_map:
             check_map(parameter, driver)
-    places = [memory.place(parameter) for parameter in parameters]
+    places_of = [NOWHERE if x.tensor is None else places[id(x.tensor)] for x in parameters]
     meta = launched.compiled.metadata
     attributes = attributes_of(bool(meta.launch_cooperative_grid), bool(meta.launch_pdl))
     words, num_words = _words(parameters, CONFIG_WORDS + len(attributes) * ATTRIBUTE_WORDS + len(parameters))
     values = bytearray(num_words * WORD)
     for parameter, word in zip(parameters, words, strict=True):
         values[word * WORD : word * WORD + len(parameter.value)] = parameter.value
-    return Launch(launched.compiled, launched.grid, tuple(attributes), tuple(words), bytes(values)), places
+    return Launch(launched.compiled, launched.grid, tuple(attributes), tuple(words), bytes(values)), places_of
 
 
 def _words(parameters: Sequence[Parameter], before: int) -> tuple[list[int], int]:
@@ -220,24 +308,25 @@ def _up(word: int) -> int:
     return -(-word // MAP_WORDS) * MAP_WORDS
 
 
-def _parts(recorder: Recorder) -> list[tuple[slice, Callable[[], object] | None]]:
+def _parts(
+    program: Program, launched: Sequence[Launched]
+) -> list[tuple[slice, Callable[[], object] | None]]:  # fmt: skip
     """Return the launches up to each step, and the step; None after the last ones."""
     found, first = [], 0
-    for raw, step in [*recorder.steps, (len(recorder.launches), None)]:
-        last = sum(0 not in launched.grid for launched in recorder.launches[:raw])
+    for raw, step in [*program.steps, (len(launched), None)]:
+        last = sum(0 not in each.grid for each in launched[:raw])
         found.append((slice(first, last), step))
         first = last
     return found
 
 
 def _written(
-    made: Sequence[tuple[Launch, list[Place]]], starts: Sequence[int], role: int | None
+    made: Sequence[tuple[Launch, list[Place]]], starts: Sequence[int], role: int
 ) -> list[tuple[int, int, int]]:  # fmt: skip
-    """Return (word, number, offset) of each address with this role; None: the scratch memory."""
-    found = []
-    for (launch, places), start in zip(made, starts, strict=True):
-        for word, place in zip(launch.words, places, strict=True):
-            is_scratch = place.role not in (INPUT, OUTPUT, FIXED)
-            if place.role == role or (role is None and is_scratch):
-                found.append((start + word, place.number, place.offset))
-    return found
+    """Return (word, number, offset) of each address with this role."""
+    return [
+        (start + word, place.number, place.offset)
+        for (launch, places), start in zip(made, starts, strict=True)
+        for word, place in zip(launch.words, places, strict=True)
+        if place.role == role and place != NOWHERE
+    ]

@@ -33,8 +33,8 @@ from envoi.ops.gemm.hopper.tile_config import TileConfig
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms
-from envoi.runtime.kernel_case import Launch
 from envoi.runtime.math import cdiv, next_power_of_2
+from envoi.runtime.program import Launch
 from envoi.runtime.timeline import UNTRACED
 from envoi.runtime.tma import as_one_matrix, descriptor, fits_tma, halves_descriptor, tma_ready
 from envoi.types import Matrix, QuantTensor

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from envoi.epilogues.codes_triton import widen
 from envoi.epilogues.device import bf16
+from envoi.runtime import devices
 from envoi.runtime.math import next_power_of_2
 
 COLUMNS = 512  # of a program
@@ -46,7 +47,7 @@ def sum_launch(
 
     early: slot_to_pos was written before the launch in front of this one began.
     """
-    (M, k), H, on_gpu = slot_to_pos.shape, rows.shape[1], out.device.type != "cpu"
+    (M, k), H, on_gpu = slot_to_pos.shape, rows.shape[1], devices.on_gpu(out.device)
     block = min(COLUMNS, next_power_of_2(H))
     arguments = rows, slot_to_pos, out, H, k, block, on_gpu, early
     return sum_kernel, (M, -(-H // block)), arguments, {"num_warps": 4, "launch_pdl": on_gpu}

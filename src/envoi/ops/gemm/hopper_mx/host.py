@@ -66,7 +66,7 @@ def tokens_arguments(
     values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
     return (cdiv(M, rows), cdiv(K, 512)), (
         values, sf, out, None if offsets is None else offsets[-1:], M, K, values.stride(0), sf.stride(0),
-        out.stride(0), isinstance(a, QuantTensor), bits, rows, out.device.type != "cpu",
+        out.stride(0), isinstance(a, QuantTensor), bits, rows, devices.on_gpu(out.device),
     )  # fmt: skip
 
 

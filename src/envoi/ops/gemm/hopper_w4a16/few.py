@@ -114,7 +114,7 @@ def permute_launch(
     """Build the launch that sorts slots by expert and splits their tokens into two E4M3."""
     from envoi.ops.gemm.hopper_w4a16.tokens import permute_kernel
 
-    (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, tokens.device.type != "cpu"
+    (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, devices.on_gpu(tokens.device)
     block = min(COUNTED, max(16, next_power_of_2(topk_ids.numel())))
     return permute_kernel, (M + -(-(E + 1) // EXPERTS),), (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,

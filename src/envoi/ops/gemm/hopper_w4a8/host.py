@@ -93,10 +93,12 @@ def arguments(
     )  # fmt: skip
 
 
-@cache
 def tables_on(device: torch.device) -> torch.Tensor:
     """Return the tables of `envoi.quant.fp8_fragments` on a device, int64 [16], kept for the life of the process."""
+    return workspace.constant(_tables_on, 16, torch.int64, device)
+
+
+@cache
+def _tables_on(device: torch.device) -> torch.Tensor:
     tables = e4m3_tables().view(torch.int64).flatten()
-    if device.type == "meta":
-        return tables.to(device)
     return workspace.in_another_thread(lambda: tables.to(device))

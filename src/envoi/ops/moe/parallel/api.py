@@ -27,7 +27,7 @@ from envoi.ops.moe.op import (
     unflatten,
     widened,
 )
-from envoi.ops.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
+from envoi.ops.moe.parallel import counted, gathered, hosts_device, memory, nvlink
 from envoi.ops.moe.parallel.collectives import connect_ranks, gather_texts
 from envoi.ops.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.ops.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
@@ -58,7 +58,7 @@ from envoi.plan.gathering import gathering_pays, link_of
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared.calls import MISSED, Calls, plain
+from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, plain
 from envoi.types import ExpertWeights, Routing
 
 # The operator finds its object by name.
@@ -206,9 +206,28 @@ class ExpertParallel:
             tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), self._history
             out = calls.replay(constants, tensors)
             if out is MISSED:
-                out = calls.run(constants, tensors, partial(self._moe, tokens, routing))
+                arguments = tokens, routing, experts, self._history
+                call = Plannable(self._launch_call, arguments, owner=self.domain or self.buffers)
+                out = calls.run(constants, tensors, partial(self._moe, tokens, routing), call)
             self.check()
             return out
+
+    def _launch_call(
+        self, owner: Domain | memory.Buffers, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights,
+        history: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Launch what a call does, on this memory. Raises ValueError for arguments that `_moe` refuses."""
+        refusal = complaint(check_call, tokens, routing, experts)
+        rows, slots, dtype = as_rows(tokens, routing)
+        refusal = refusal or self._refusal(rows, slots, experts)
+        if refusal:
+            raise ValueError(refusal)
+        domain = owner if isinstance(owner, Domain) else owner.domain
+        domain.history = history
+        slots = widened(slots.topk_weights, slots.topk_ids)
+        given = compiled_form(rows, *slots, domain.layout.num_topk)
+        out = memory.run_layer(owner, *given, experts)
+        return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     @property
     def _calls(self) -> Calls | None:
@@ -357,27 +376,13 @@ class ExpertParallel:
                 key = f"refused/{self.channel.rank}"
                 with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
                     domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
-                self._refuse(domain)
+                memory.refuse(self.buffers or domain)
                 raise ValueError(refusal)
             given = *compiled_form(tokens, routing.topk_weights, routing.topk_ids, domain.layout.num_topk), experts
-            if isinstance(self.buffers, hosts_device.Buffers):
-                out = hosts_device.run_layer(self.buffers, *given)
-            elif self.buffers is not None:
-                out = gathered_device.run_layer(self.buffers, *given)
-            else:
-                out = nvlink.run_layer(domain, *given)
+            out = memory.run_layer(self.buffers or domain, *given)
         # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
         self.check()
         return out
-
-    def _refuse(self, domain: Domain) -> None:
-        """Take part in a call whose arguments this rank's host refuses."""
-        if isinstance(self.buffers, hosts_device.Buffers):
-            hosts_device.refuse(self.buffers)
-        elif self.buffers is not None:
-            gathered_device.refuse(self.buffers)
-        else:
-            nvlink.refuse(domain)
 
     def _shared(self) -> Domain | None:
         """Return the memory of calls that only the device follows, None if the host does."""

@@ -70,6 +70,29 @@ def open_domain(
     return domain, failed or NVLINK
 
 
+def run_layer(
+    owner: Domain | Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+    experts: ExpertWeights,
+) -> torch.Tensor:  # fmt: skip
+    """Run the layer on this memory: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused."""
+    given = tokens, topk_weights, topk_ids, experts
+    if isinstance(owner, Domain):
+        return nvlink.run_layer(owner, *given)
+    if isinstance(owner, hosts_device.Buffers):
+        return hosts_device.run_layer(owner, *given)
+    return gathered_device.run_layer(owner, *given)
+
+
+def refuse(owner: Domain | Buffers) -> None:
+    """Take part in a call whose arguments this rank's host refuses."""
+    if isinstance(owner, Domain):
+        nvlink.refuse(owner)
+    elif isinstance(owner, hosts_device.Buffers):
+        hosts_device.refuse(owner)
+    else:
+        gathered_device.refuse(owner)
+
+
 def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.Room | None) -> tuple[bool, str]:
     """Return `presum` and `exchange` of an `ExpertParallel` with this memory."""
     if isinstance(buffers, hosts_device.Buffers):

@@ -18,8 +18,8 @@ from envoi.ops.moe.parallel.collectives import backend_of, end_collectives, queu
 from envoi.ops.moe.parallel.progress import BEGUN, oversee
 from envoi.ops.moe.parallel.symmetric_memory import Domain
 from envoi.ops.moe.parallel.timeout import Watch
-from envoi.runtime.observer import take_step
 from envoi.runtime.prepared import Calls
+from envoi.runtime.program import take_step
 
 HEAD_BYTES = 256  # in front of a segment: state [4] int32, report [2] int32
 CALL_COLUMNS = 8  # bf16 columns after a part's rows, which begin with the call's number
@@ -61,7 +61,7 @@ class QueuedBuffers:
     @cached_property
     def calls(self) -> Calls:
         """Prepared calls, which launch on this memory."""
-        return Calls(self.owned)
+        return Calls()
 
     def connect(self, everyone: torch.Tensor, mine: torch.Tensor, group: Any, watch: Watch) -> None:
         """Connect the ranks by both collectives, in time, and have calls overseen from now on. Collective.

@@ -15,6 +15,7 @@ from envoi.ops.moe.one_launch.config import FORMAT, NUM_COUNTERS
 from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
+from envoi.runtime.devices import on_gpu
 from envoi.runtime.prepared import Calls
 from envoi.types import Matrix, QuantTensor
 
@@ -175,7 +176,7 @@ class Domain:
     @cached_property
     def calls(self) -> Calls:
         """Prepared calls, which launch on this memory."""
-        return Calls(self.owned)
+        return Calls()
 
     @property
     def owned(self) -> tuple[torch.Tensor, ...]:
@@ -202,7 +203,7 @@ class Domain:
     @property
     def on_gpu(self) -> bool:
         """False in the interpreter; device "meta" stands for a GPU."""
-        return self.memory.device.type != "cpu"
+        return on_gpu(self.memory.device)
 
     @property
     def num_local(self) -> int:

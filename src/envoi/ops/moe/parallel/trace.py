@@ -9,9 +9,8 @@ import torch
 from envoi.ops.moe.parallel.collectives import Channel, gather_ints, gather_tensors, gather_texts
 from envoi.ops.moe.parallel.symmetric_memory import Domain
 from envoi.ops.moe.parallel.warm_up import ParallelCall, load_together
-from envoi.runtime import observer
 from envoi.runtime.devices import Target
-from envoi.runtime.timeline import Recorder, Role, Slice
+from envoi.runtime.timeline import Recorder, Role, Slice, tracing
 from envoi.table import align, number
 
 STEP = "trace"
@@ -136,10 +135,10 @@ def trace_call(
     """
     device = domain.memory.device
     run()  # loads the kernels without clocks, which must not be recorded
-    with observer.tracing(Recorder(ROLES, torch.device("meta"))):
+    with tracing(Recorder(ROLES, torch.device("meta"))):
         load_together(channel, call, Target.of(device), num_tokens, STEP)
     recorder = Recorder(ROLES, device)
-    with observer.tracing(recorder):
+    with tracing(recorder):
         run()
         recorder.rewind()
         torch.cuda.synchronize(device)

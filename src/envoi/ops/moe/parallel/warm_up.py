@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from envoi.ops.moe.combine import combine_rows
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.parallel import gathered_device, hosts_device, nvlink
+from envoi.ops.moe.parallel import gathered_device, hosts_device, memory
 from envoi.ops.moe.parallel.collectives import Channel, gather_texts
 from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
@@ -22,8 +22,8 @@ from envoi.ops.moe.permute import empty_rows
 from envoi.ops.moe.warm_up import compile_calls
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import Target
-from envoi.runtime.kernel_case import without_memory
-from envoi.runtime.rehearsal import Site, load, load_at, rehearse
+from envoi.runtime.program import without_memory
+from envoi.runtime.rehearsal import Site, launches_of, load, load_at
 from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights
 
@@ -61,19 +61,12 @@ class ParallelCall:
         tokens = without_memory((num_tokens, self.layout.hidden), torch.bfloat16)
         given = tokens, without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts
         if self.hosts:
-            by_host = _host_buffers(self.hosts, *sizes)
-            hosts_device.run_layer(by_host, *given)
-            refuse: Callable[[], None] = partial(hosts_device.refuse, by_host)
-        elif self.gathers:
-            buffers = _buffers(*sizes)
-            gathered_device.run_layer(buffers, *given)
-            refuse = partial(gathered_device.refuse, buffers)
+            owner = _host_buffers(self.hosts, *sizes)
         else:
-            domain = _domain(*sizes)
-            nvlink.run_layer(domain, *given)
-            refuse = partial(nvlink.refuse, domain)
+            owner = _buffers(*sizes) if self.gathers else _domain(*sizes)
+        memory.run_layer(owner, *given)
         if num_tokens == 0:
-            refuse()
+            memory.refuse(owner)
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ def load_together(channel: Channel, call: ParallelCall, target: Target, num_toke
 
 def load_all(call: ParallelCall, target: Target, num_tokens: int) -> None:
     """Load all kernels of a call on the current GPU."""
-    for launch in rehearse(call, num_tokens, target):
+    for launch in launches_of(call, num_tokens, target):
         load(*launch)
 
 
