@@ -215,7 +215,7 @@ def test_a_scalar_operand_is_part_of_the_key(hopper):
         rest = {"row": normal(64), "col": normal(128), "tile": normal(64, 128)}
         return replays(hopper, envoi.gemm, a, b, several, by=by, **rest)
 
-    assert [call(0.5) for _ in range(3)] == [False, False, True]
+    assert [call(0.5) for _ in range(2)] == [False, True]
     assert not call(-0.5) and call(0.5)
 
 
@@ -458,7 +458,7 @@ def test_a_prepared_call_is_few_objects(hopper):
     case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-fp8_block128"]
     prepare(case.function, case.arguments(0)[0], **case.arguments(0)[1])
     (found,) = [x for x in calls._calls.known.values() if isinstance(x, replay.Prepared)]
-    of_others = "_driver", "_scratch", "_build"
+    of_others = "_driver", "_scratch", "_build", "_kept"
     parts = [getattr(found, name) for name in replay.Prepared.__slots__ if name not in of_others]
     gc.collect()  # Python notices tuples of numbers then
     seen: dict[int, object] = {}
@@ -498,9 +498,9 @@ def test_counters_are_those_of_the_stream_and_of_the_capture(hopper):
         pools = *workspace._forever, *(x for x in workspace._counters.pools.get(CPU_DEVICE, ()))
         kept = [(x.data_ptr(), x.numel() * x.itemsize) for x in pools]
         seen.append({at for at in addresses(hopper) if any(start <= at < start + size for start, size in kept)})
-    assert all(len(found) == 1 for found in seen)
     assert seen[0] == seen[1] == seen[6] and seen[2] == seen[5]
-    assert len(set.union(*seen)) == 4
+    of_each = seen[0], seen[2], seen[3], seen[4]
+    assert all(of_each) and len(set.union(*of_each)) == sum(map(len, of_each)), "none is shared"
 
 
 @pytest.mark.parametrize(("sizes", "allocates"), [((64, 1024, 1024), False), ((1024, 2048, 1024), True)])

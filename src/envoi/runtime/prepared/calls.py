@@ -136,15 +136,19 @@ class Calls:
             refusal = planned.refusal
         except Exception as error:  # wrong arguments, or a value that the host reads
             planned, refusal = None, f"{type(error).__name__}: {error}"
-        if planned is None or refusal:
-            result = as_always()
-            if planned is not None or not _is_given_twice(tensors):
-                self._keep(key, refusal)
-            return result
-        result, found = run_first(planned, tensors, driver)
-        self._keep(key, found)
-        if isinstance(found, Prepared):
-            self.forms.add(constants, tensors, found)
+        if planned is not None and not refusal:
+            try:
+                result, found = run_first(planned, tensors, driver)
+            except program.RefusedError as error:
+                refusal = str(error)
+            else:
+                self._keep(key, found)
+                if isinstance(found, Prepared):
+                    self.forms.add(constants, tensors, found)
+                return result
+        result = as_always()
+        if not _is_given_twice(tensors):
+            self._keep(key, refusal)
         return result
 
     def _keep(self, key: Any, found: Prepared | str) -> None:

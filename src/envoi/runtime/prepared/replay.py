@@ -48,10 +48,10 @@ class Launch(NamedTuple):
 class Frame:
     """Memory of one call under way. words: as uint64; starts: the word at which each launch's memory begins.
 
-    calls: arguments of cuLaunchKernelEx for each launch. stream, scratch: as written now.
+    calls: arguments of cuLaunchKernelEx for each launch. stream, scratch, kept: whose addresses are written now.
     """
 
-    __slots__ = ("_memory", "calls", "scratch", "starts", "stream", "words")
+    __slots__ = ("_memory", "calls", "kept", "scratch", "starts", "stream", "words")
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         num_words = sum(len(launch.memory) for launch in launches) // WORD
@@ -62,6 +62,7 @@ class Frame:
         self.calls: list[tuple[int, int, int, None]] = []
         self.starts: list[int] = []
         self.stream, self.scratch = NO_STREAM, 0
+        self.kept: list[torch.Tensor] = []
         start = 0
         for launch in launches:
             self.calls.append(self._fill(launch, start, first + skipped))
@@ -157,15 +158,16 @@ def run_first(
 ) -> tuple[Any, "Prepared | str"]:  # fmt: skip
     """Make a program's launches by Triton's launcher; return the result, and the call prepared for later runs.
 
-    tensors: the call's. Instead of a prepared call a text says why there is none.
+    tensors: the call's. Instead of a prepared call a text says why there is none. Raises RefusedError, before anything
+    is launched, for memory that isn't the call's own.
     """
     memory = Memory(program, tensors, driver)
+    given = [memory.argument(launch.arguments) for launch in program.launches]  # all, before anything is launched
     launched, done = [], 0
     for end, step in [*program.steps, (len(program.launches), None)]:
-        for kernel, grid, arguments, options in program.launches[done:end]:
-            given = memory.argument(arguments)
+        for (kernel, grid, _, options), arguments in zip(program.launches[done:end], given[done:end], strict=True):
             x, y, z = (*grid, 1, 1)[:3]
-            launched.append(Launched(launcher.run(kernel, grid, given, options), (x, y, z), given))
+            launched.append(Launched(launcher.run(kernel, grid, arguments, options), (x, y, z), arguments))
         done = end
         if step is not None:
             step()
@@ -200,7 +202,7 @@ class Prepared:
         keeps = 0 < self._scratch_floats <= workspace.MOST_SCRATCH
         self._scratch = workspace.scratch(self._device) if keeps else None
         self._kept = program.kept
-        self.used = True
+        self.used = False
         self._driver, self._context = driver, driver.context()
         frame = Frame(self.launches)
         self._streams = [start + STREAM_WORD for start in frame.starts]
@@ -242,9 +244,9 @@ class Prepared:
             for word in self._streams:
                 words[word] = stream
             if self._of_kept:
-                starts = [find(self._device).data_ptr() for find in self._kept]
+                frame.kept = [find(self._device) for find in self._kept]
                 for word, number, offset in self._of_kept:
-                    words[word] = starts[number] + offset
+                    words[word] = frame.kept[number].data_ptr() + offset
         launch = driver.launch
         for part, step in self._parts:
             for call in frame.calls[part]:
