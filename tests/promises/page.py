@@ -212,8 +212,8 @@ def several_gpus(runs: dict[str, Run]) -> str:
 `ExpertParallel` with changing numbers of tokens (0 to the most), routing and skew, eagerly and from graphs, by two
 objects, on one stream and on two. Pauses are looked for first, with Python's garbage collection on: each scene is
 called 4 times before graphs are captured and 30 times after, and each call but the first timed until its device is
-done. Less than 10 ms isn't counted: the second call of a shape is recorded, and the first one after a capture asks the
-driver for the memory that torch has given back, each in 2 to 8 ms.
+done. Less than 10 ms isn't counted: the first call after a capture asks the driver for the memory that torch has given
+back, in 2 to 8 ms.
 
 Test: `tests/promises/test_soak.py`, over gloo. Program: `python -m tests.promises soak --ranks 4 --calls 100000`. Ranks
 on one GPU, which they would otherwise have in turn, had it at once, by CUDA's MPS.
