@@ -14,6 +14,7 @@ from bench.suites import measure, model
 from bench.suites.models import MODELS
 from bench.trial import Bench, Compiler
 from envoi.integrations import transformers as integration
+from envoi.integrations.transformers import forward
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.rehearsal import find
@@ -103,8 +104,8 @@ def test_weights_are_copied_for_a_steps_tokens_alone(monkeypatch):
 
 def test_a_wrong_layer_shows_in_the_error(monkeypatch):
     case = next(case for case in cases("model") if case.name == "tiny sizes x2, prefill 2x8 bf16")
-    right = integration.moe
-    monkeypatch.setattr(integration, "moe", lambda *args: right(*args).roll(1, dims=0))
+    right = forward.moe
+    monkeypatch.setattr(forward, "moe", lambda *args: right(*args).roll(1, dims=0))
     model._build.cache_clear()  # with the errors that are known
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
     model._build.cache_clear()
