@@ -1,6 +1,7 @@
 """Choice of the indexer's implementation by mode and device: the only place that decides."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:
     return workspace.constant(load, orders.numel(), torch.int32, device)
 
 
-def _orders(num_heads: int, device: torch.device) -> torch.Tensor | None:
+def _orders(num_heads: int, device: torch.device) -> Any:
     return certificate.orders(device, num_heads)
 
 
