@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from bench import evidence, theirs
 from bench.__main__ import main
-from bench.shapes import Case, MoeShape, cases, moe_name
-from bench.suites import deep_gemm_ranks, moe
+from bench.shapes import Case, MoeShape, moe_name
+from bench.suites import cases, deep_gemm_ranks, moe
 from bench.trial import Trial
 from envoi.tune.timing import Clock, Timing, symmetric_barrier
 from tests.helpers.ranks import run_ranks

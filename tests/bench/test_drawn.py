@@ -9,8 +9,8 @@ from bench import command
 from bench.__main__ import main
 from bench.evidence import load
 from bench.libraries import OF_BASELINE
-from bench.shapes import GemmShape, GroupedShape, MoeShape, Options, RouterShape, cases, drawn_rows
-from bench.suites import drawn, measure, module_of, rehearsal, router
+from bench.shapes import GemmShape, GroupedShape, MoeShape, Options, RouterShape, drawn_rows
+from bench.suites import cases, drawn, measure, module_of, rehearsal, router
 from bench.suites.models import MODELS, linears
 from bench.trial import Bench, Compiler
 from envoi.ops.gemm.hopper import tune

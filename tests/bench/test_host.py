@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.shapes import HostShape, MoeShape, cases
-from bench.suites import host, measure, rehearsal
+from bench.shapes import HostShape, MoeShape
+from bench.suites import cases, host, measure, rehearsal
 from bench.trial import Bench
 from envoi.quant.formats import FORMATS
 from envoi.tune.timing import Clock

@@ -9,8 +9,8 @@ from transformers.cache_utils import StaticLayer
 
 from bench.__main__ import main
 from bench.evidence import load
-from bench.shapes import ModelShape, Options, cases
-from bench.suites import measure, model
+from bench.shapes import ModelShape, Options
+from bench.suites import cases, measure, model
 from bench.suites.models import MODELS
 from bench.trial import Bench, Compiler
 from envoi.integrations import transformers as integration

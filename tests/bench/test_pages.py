@@ -9,7 +9,7 @@ from bench.__main__ import main
 from bench.evidence import SUITES, append, load
 from bench.pages import PICTURE, chart_name, of_suite, pages, picture_cases, render
 from bench.published import PUBLISHED
-from bench.shapes import cases
+from bench.suites import cases
 from bench.summary import best_baseline, compared
 
 from .samples import sample
