@@ -63,7 +63,7 @@ def safe_launch() -> bool:
 
 
 def prepared() -> bool:
-    """Return True to launch a recorded call's kernels again: unless `ENVOI_PREPARED=0`, see `runtime.prepared`."""
+    """Return True to launch a planned call's kernels again: unless `ENVOI_PREPARED=0`, see `runtime.prepared`."""
     return _switch("ENVOI_PREPARED", True)
 
 

@@ -41,7 +41,7 @@ def check_router(router: Any, experts: ExpertWeights) -> None:
     known = {
         name: None if parameter.default is parameter.empty else parameter.default
         for name, parameter in inspect.signature(route).parameters.items()
-        if name != "tokens"
+        if name not in ("tokens", "out", "workspace", "num_sms")
     }
     if not isinstance(router, Mapping):
         raise ValueError(f"router: expected a dict of named arguments of envoi.route, got {type(router).__name__}")

@@ -8,6 +8,7 @@ from bench.shapes import ModelShape, cases
 from bench.suites import measure, model
 from bench.trial import Bench
 from envoi.integrations import transformers as integration
+from envoi.integrations.transformers import forward
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.runtime.devices import Target, standing_for
 from envoi.tune.timing import Clock
@@ -28,8 +29,8 @@ def test_the_evidence_has_tokens_per_second(tmp_path, capsys):
 
 def test_a_wrong_layer_shows_in_the_error(monkeypatch):
     case = next(case for case in cases("model") if case.name == "tiny sizes x2, prefill 2x8 bf16")
-    right = integration.moe
-    monkeypatch.setattr(integration, "moe", lambda *args: right(*args).roll(1, dims=0))
+    right = forward.moe
+    monkeypatch.setattr(forward, "moe", lambda *args: right(*args).roll(1, dims=0))
     model._build.cache_clear()  # with the errors that are known
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
     model._build.cache_clear()

@@ -56,7 +56,8 @@ def test_a_call_passes_through_few_files(launched):
     files |= {str(kernel.relative_to(PACKAGE)), str(Path(launch.__file__).relative_to(PACKAGE))}
     assert files == {
         "runtime/prepared/calls.py", "ops/gemm/api.py", "runtime/custom_op.py", "ops/gemm/backend.py",
-        "ops/gemm/hopper/host.py", "runtime/tma.py", "runtime/launch.py", "ops/gemm/hopper/kernel.py",
+        "ops/gemm/hopper/host.py", "runtime/tma.py", "runtime/launch.py", "runtime/program.py",
+        "ops/gemm/hopper/kernel.py",
     }  # fmt: skip
     assert len(launched) == 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from envoi.runtime import triton_compat
+from envoi.runtime import devices, triton_compat
 from envoi.runtime.devices import Target
 from envoi.runtime.launch import kind_of
 from envoi.runtime.prepared.parameters import Parameter, parameters_of
@@ -28,7 +28,7 @@ class CompilingDriver(FakeDriver):
 
     def target(self) -> Target:
         """Describe the GPU that it stands for."""
-        return Target("sm_90")
+        return Target("sm_90", devices.num_sms(torch.device("cpu")))
 
     def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
         """Stand in for `launch.run`: compile, return the compiled kernel as if it were loaded."""

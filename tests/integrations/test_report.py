@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from envoi.integrations.transformers import report
-from envoi.integrations.transformers_report import Row
+from envoi.integrations.transformers.reporting import Row
 
 
 class TinyExperts(nn.Module):

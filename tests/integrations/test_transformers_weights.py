@@ -14,7 +14,7 @@ import torch
 from envoi.integrations import packings
 from envoi.integrations import transformers as integration
 from envoi.integrations.packings import Recipe, Weights, packed
-from envoi.integrations.transformers import packed_experts, refresh
+from envoi.integrations.transformers import forward, packed_experts, refresh
 from tests.helpers.transformers_models import (
     build,
     expert_modules,
@@ -207,7 +207,7 @@ def test_released_weights_follow_nobody_elses(shared):
     one, two, want = sharing_gate_up()
     if shared == "all":
         two.down_proj = one.down_proj
-    handed = packings.hand_over(integration.own_weights(one), integration._recipe(one, "mxfp8"))
+    handed = packings.hand_over(integration.own_weights(one), forward.recipe_of(one, "mxfp8"))
     assert packed_experts(one, "mxfp8") is handed
     with torch.no_grad():
         two.down_proj.mul_(2)
@@ -285,7 +285,7 @@ def test_nothing_is_packed_while_a_graph_is_captured(monkeypatch):
 
 
 def test_lora_on_experts_warns_once_and_names_the_cure(monkeypatch):
-    monkeypatch.setattr(integration, "_warned", False)
+    monkeypatch.setattr(forward, "_warned", False)
     model, ids = loud("mixtral"), tokens()
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj"])
     tuned = peft.get_peft_model(model, config)
@@ -308,7 +308,7 @@ def test_lora_on_experts_warns_once_and_names_the_cure(monkeypatch):
 
 
 def test_offloaded_experts_run_and_warn_once(monkeypatch):
-    monkeypatch.setattr(integration, "_warned", False)
+    monkeypatch.setattr(forward, "_warned", False)
     model, ids = loud("mixtral"), tokens()
     want = logits(model, ids)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))

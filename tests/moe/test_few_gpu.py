@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_few import host
 from envoi.ops.moe import moe
+from envoi.ops.moe.decode.bf16_fp8 import host
 from envoi.ops.moe.layer import run_layer
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
@@ -38,8 +38,8 @@ SIZES = {
 def few(monkeypatch) -> list[str]:
     """Let the kernel run whatever the number of rows; one item for each call of it."""
     ran: list[str] = []
-    run = host.run_few
-    monkeypatch.setattr(host, "run_few", lambda *given: ran.append("few") or run(*given))
+    run = host.run
+    monkeypatch.setattr(host, "run", lambda *given: ran.append("few") or run(*given))
     monkeypatch.setattr(host, "MOST_ROWS", 1 << 20)
     monkeypatch.setattr(host, "MOST_ROWS_OF_WIDE", 1 << 20)
     return ran
@@ -48,7 +48,7 @@ def few(monkeypatch) -> list[str]:
 def by_many(packed: ExpertWeights, layer: Layer, monkeypatch) -> torch.Tensor:
     """Return what the kernels for many tokens give."""
     with monkeypatch.context() as context:
-        context.setattr(host, "why_not_few", lambda *given: "not now")
+        context.setattr(host, "why_not", lambda *given: "not now")
         return run_layer(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
 
 

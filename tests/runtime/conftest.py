@@ -7,8 +7,9 @@ import pytest
 from envoi.ops.gemm import backend
 from envoi.ops.indexer import fast, select
 from envoi.ops.moe import api as moe_api
-from envoi.ops.moe import layer
+from envoi.ops.moe import layer, permute
 from envoi.ops.moe.one_launch import host as one_launch
+from envoi.ops.moe.parallel import symmetric_memory
 from envoi.ops.moe.router import host as router_host
 from envoi.runtime import devices, workspace
 from tests.helpers import fake_driver
@@ -29,7 +30,14 @@ def hopper(monkeypatch) -> CompilingDriver:
         monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))
     monkeypatch.setattr(workspace.Kept, "new", lambda kept, count, device: kept.take(count, device))
     monkeypatch.setattr(workspace, "_floats", {})
-    monkeypatch.setattr(workspace, "floats", workspace._floats_under_way)
+    floats = workspace.floats
+    monkeypatch.setattr(
+        workspace, "floats",
+        lambda count, on: workspace._floats_under_way(count, on) if on.type == "cpu" else floats(count, on),
+    )  # fmt: skip
+    for module in (devices, symmetric_memory):
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    monkeypatch.setattr(permute, "casts_e4m3", lambda device: True)
     monkeypatch.setattr(workspace, "under_way", lambda device: (made.stream_now, int(made.capturing)))
     monkeypatch.setattr(workspace, "FOR_GRAPHS", 1 << 16)
     return made

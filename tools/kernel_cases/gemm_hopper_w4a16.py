@@ -11,10 +11,10 @@ import torch
 from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
-from envoi.ops.gemm.hopper_few.sum import sum_launch
 from envoi.ops.gemm.hopper_w4a16 import few, many
 from envoi.ops.gemm.hopper_w4a16.kernel_many import many_kernel
 from envoi.ops.gemm.hopper_w4a16.many_config import many_config
+from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
 from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
 from envoi.runtime.program import Launch, without_memory
 from envoi.types import QuantTensor

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from envoi.ops.gemm.hopper_few import host
-from envoi.ops.gemm.hopper_few.sum import sum_launch
+from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
+from envoi.ops.moe.decode.bf16_fp8 import host
 from envoi.runtime.kernel_case import HOPPER, KernelCase
 from envoi.runtime.program import Launch, without_memory
 from envoi.types import ExpertWeights, Matrix, QuantTensor

@@ -109,13 +109,14 @@ def _experts(layer: MoeLayer) -> ExpertWeights:
 
 def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
     """Return the tiling of the kernel for few tokens, None where `envoi.moe` takes another; across ranks never."""
-    from envoi.ops.gemm.hopper_few.config import FEATURES, TOKENS
-    from envoi.ops.gemm.hopper_few.host import configs_of, why_not_few
+    from envoi.ops.moe.decode.bf16_fp8.config import FEATURES, TOKENS
+    from envoi.ops.moe.decode.bf16_fp8.host import configs_of
+    from envoi.ops.moe.decode.bf16_fp8.host import why_not as why_not_decode
 
     if layer.num_gpus > 1:
         return None
     experts, call = _experts(layer), (layer.num_tokens, layer.num_topk)
-    if why_not_few(experts, *call):
+    if why_not_decode(experts, *call):
         return None
     config = configs_of(experts, *call)[0]
     tile = _counted(layer, nk, TOKENS, FEATURES, config.step * config.stage_steps, config.num_stages)

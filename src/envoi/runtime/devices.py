@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from envoi import env
+from envoi.check import expect_int
 from envoi.runtime.scoped import scoped
 
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
@@ -40,6 +41,7 @@ class Target:
 
 class _Local(threading.local):
     target: Target | None = None
+    most_sms: int | None = None
 
 
 _local = _Local()
@@ -48,6 +50,17 @@ _local = _Local()
 def standing_for(target: Target) -> AbstractContextManager[None]:
     """Let tensors without memory stand for tensors of a GPU inside the context, in this thread."""
     return scoped(_local, target=target)
+
+
+def limited(most: int) -> AbstractContextManager[None]:
+    """Let this thread's calls take at most so many multiprocessors inside the context, as far as a launch's grid says.
+
+    Raises ValueError for what is no positive integer, and while torch.compile traces: it calls the operators later.
+    """
+    expect_int("num_sms", most, 1)
+    if torch.compiler.is_compiling():
+        raise ValueError("num_sms: expected None in a call that torch.compile traces")
+    return scoped(_local, most_sms=most)
 
 
 def implementation(device: torch.device) -> str:
@@ -93,7 +106,8 @@ def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors: 1 for a CPU; for "meta" those of `standing_for`, or an H200's."""
     if device.type == "meta" and _local.target is not None:
         return _local.target.num_sms
-    return _num_sms(device)
+    found = _num_sms(device)
+    return found if _local.most_sms is None else min(found, _local.most_sms)
 
 
 @cache

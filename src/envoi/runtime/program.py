@@ -218,7 +218,8 @@ def _find_places(program: Program, kept: list[torch.Tensor], allocated: list[tor
         for number, x in enumerate(stand_ins):
             if x is not None:
                 program.places[_storage(x)] = Place(role, number, -x.storage_offset() * x.itemsize)
-    sizes = {_storage(x): x.untyped_storage().nbytes() for x in allocated if x.numel()}
+    new = [x for x in allocated if x.numel() and _storage(x) not in program.places]
+    sizes = {_storage(x): x.untyped_storage().nbytes() for x in new}
     if sum(sizes.values()) > MAX_SCRATCH_BYTES:
         return f"more than {MAX_SCRATCH_BYTES} bytes of memory"
     for number, x in enumerate(program.outputs):

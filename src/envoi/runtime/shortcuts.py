@@ -4,7 +4,7 @@
     launch.launch        a compiled kernel is found by a short key        Triton's launch inspects all arguments
     tma.descriptor       a checked descriptor is copied for a matrix      `TensorDescriptor` checks each one
     custom_op.operator   an unobserved call runs the function itself      the call goes through torch's dispatcher
-    prepared             a recorded call's kernels are launched again     each call decides anew what it launches
+    prepared             a planned call's kernels are launched again      each call decides anew what it launches
 
 ENVOI_PREPARED=0 turns off the last alone.
 

@@ -6,6 +6,7 @@ import torch
 
 from envoi.ops.moe.one_launch.config import NUM_COUNTERS
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.runtime.program import tensors_in
 from tests.helpers import fresh
 
 
@@ -22,7 +23,7 @@ def test_only_the_format_of_one_launch_has_its_counters():
     given = 0, [0, 4, 8], 1.0, torch.device("meta"), False
     other, blocks = (allocate(SharedLayout(2, 8, 10, 2, 128, name), *given) for name in ("fp8_row", "fp8_block128"))
     assert other.progress is None
-    assert len(blocks.owned) == len(other.owned) + 1
+    assert len([*tensors_in(blocks)]) == len([*tensors_in(other)]) + 1
     assert blocks.progress.shape == (NUM_COUNTERS,)
 
 

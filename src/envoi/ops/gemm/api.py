@@ -59,6 +59,9 @@ def gemm(
     *,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    out: Any = None,
+    workspace: torch.Tensor | None = None,
+    num_sms: int | None = None,
     **operands: torch.Tensor | float,
 ) -> Any:
     """Compute epilogue(a @ b.T): the product is summed in fp32 and passed to the epilogue unrounded.
@@ -74,6 +77,14 @@ def gemm(
     batch_invariant: give a row the same bits whatever other rows there are and however many, for outputs that have
         rows. Without it every run gives the same bits, but the sum over K may be split where tiles are few, which
         depends on M. Costs time where it would be.
+    out: what the call returns otherwise, as tensors to write: of the same shapes, strides and dtypes, on 16 bytes,
+        sharing no memory with one another or the arguments. In calls that run without the plan cache
+        (`ENVOI_PREPARED`, an observer, a compiler) the result is copied there.
+    workspace: memory for the call's own use in place of Envoi's: contiguous, on 16 bytes, as large as
+        `envoi.plan(..).workspace_bytes`. Later calls of the same stream may have it again. Ignored without the plan
+        cache.
+    num_sms: multiprocessors that the GEMM's CTAs take at most, to leave the others to another stream's kernels; None =
+        all. Not in calls that torch.compile traces.
 
     In torch.autocast a and b, unless quantised, are cast to its dtype first, as for torch.mm; operands aren't.
     torch.func.vmap may batch a, and the operands that have rows, if no output is reduced over rows.
@@ -110,6 +121,9 @@ def grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    out: Any = None,
+    workspace: torch.Tensor | None = None,
+    num_sms: int | None = None,
     **operands: torch.Tensor | float,
 ) -> Any:
     """Compute epilogue(rows[offsets[e] : offsets[e + 1]] @ weights[e].T) for each expert e.
@@ -120,6 +134,7 @@ def grouped_gemm(
     operands: as in `gemm`, but a Col is [E, N], one for each expert; column reductions return [E, N].
         Of other values that rows share, only scalars can be returned.
     batch_invariant: as in `gemm`. The sum over K is never split here; it matters for epilogues that add up rows.
+    out, workspace, num_sms: as in `gemm`.
 
     Example: offsets [0, 2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1, rows 2 to 4 to expert 2.
     Raises ValueError for dtypes, shapes, devices or names that don't go together, and for offsets that aren't

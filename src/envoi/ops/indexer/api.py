@@ -31,12 +31,15 @@ def _given(
 def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ...,
-    return_errors: Literal[False] = ...,
+    return_errors: Literal[False] = ..., out: torch.Tensor | None = ..., workspace: torch.Tensor | None = ...,
+    num_sms: int | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ..., return_errors: bool,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = ..., workspace: torch.Tensor | None = ...,
+    num_sms: int | None = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @prepared(_given)
 def indexer_topk(
@@ -52,6 +55,9 @@ def indexer_topk(
     output: str = "slots",
     ordered: bool = True,
     return_errors: bool = False,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 after the last.
 
@@ -68,6 +74,7 @@ def indexer_topk(
     ordered: best first; False gives ascending positions, which takes longer.
     return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
         for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
+    out, workspace, num_sms: as in `envoi.gemm`.
 
     The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
     certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
@@ -82,8 +89,9 @@ def indexer_topk(
     expect_choice("output", output, OUTPUTS)
     expect_bool("ordered", ordered)
     expect_bool("return_errors", return_errors)
-    out, errors = _indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered)
-    return (out, errors) if return_errors else out
+    tensors = q, k_cache, weights, seq_lens, block_table
+    found, errors = _indexer_topk(*tensors, k, mode, next_n, output == "slots", ordered)
+    return (found, errors) if return_errors else found
 
 
 def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:

@@ -31,8 +31,9 @@ def _given(tokens, routing, experts, *, batch_invariant=False):
 
 @prepared(_given)
 def moe(
-    tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, *, batch_invariant: bool = False
-) -> torch.Tensor:
+    tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, *, batch_invariant: bool = False,
+    out: torch.Tensor | None = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 
     tokens: bf16, or fp16: fp16 tokens are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and
@@ -45,6 +46,7 @@ def moe(
     batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4
         needs it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64 doesn't divide H
         and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile for it.
+    out, workspace, num_sms: as in `envoi.gemm`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
     rounds, is in `envoi.ops.moe.reference`. A token whose slots are all masked gives zeros. Every run gives the same

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_few import host as hopper_few
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe.combine import combine_rows
+from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant.formats import format_named
@@ -39,8 +39,8 @@ def run_layer(
     few_tokens = None if batch_invariant else few_layer(experts)
     if few_tokens is not None and not few.why_not(few_tokens, *topk_ids.shape):
         return few.moe(tokens, topk_weights, topk_ids, few_tokens)
-    if implementation(tokens.device) == "hopper" and not hopper_few.why_not_few(experts, *topk_ids.shape):
-        return hopper_few.run_few(tokens, topk_weights, topk_ids, experts)
+    if implementation(tokens.device) == "hopper" and not decode.why_not(experts, *topk_ids.shape):
+        return decode.run(tokens, topk_weights, topk_ids, experts)
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)

@@ -23,11 +23,13 @@ import torch
 from torch.autograd import forward_ad
 
 from envoi import log
+from envoi.check import expect_tensor
 from envoi.runtime import program, shortcuts, triton_compat, workspace
 from envoi.runtime.custom_op import watched
+from envoi.runtime.devices import limited
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.forms import Forms
-from envoi.runtime.prepared.replay import Prepared, run_first
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, run_first
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
@@ -37,7 +39,9 @@ ALIGNMENT_MASK = 15
 MISSED = object()
 
 Function = TypeVar("Function", bound=Callable)
-Given = tuple[tuple, Sequence[torch.Tensor | None]] | None  # constants and tensors, or None for a call to run as always
+Listed = (
+    tuple[tuple, Sequence[torch.Tensor | None]] | None
+)  # constants and tensors, or None for a call to run as always
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
@@ -65,7 +69,9 @@ class Calls:
         self._lock = threading.Lock()
         _all.add(self)
 
-    def replay(self, constants: tuple, tensors: Sequence[torch.Tensor | None]) -> Any:
+    def replay(
+        self, constants: tuple, tensors: Sequence[torch.Tensor | None], given: Given = NOTHING_GIVEN
+    ) -> Any:  # fmt: skip
         """Return the result of a call whose tensors have the forms of a prepared one's, MISSED if there is none.
 
         Arguments as for `run`; for calls that nothing watches but what the guards of `forms` notice.
@@ -85,20 +91,22 @@ class Calls:
         if functools.reduce(operator.or_, addresses) & ALIGNMENT_MASK:
             return MISSED
         found.used = True
-        return found.run(addresses, stream)
+        return found.run(addresses, stream, given)
 
     def run(
-        self, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any], call: Plannable
+        self, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any], call: Plannable,
+        given: Given = NOTHING_GIVEN,
     ) -> Any:  # fmt: skip
         """Return what `as_always()` returns, by the call's planned launches where they are all that it does.
 
         constants: all that decides the launches apart from tensors, the operator's name first; hashable.
         tensors: all arguments whose addresses the launches take. Only for calls under `plain`.
+        given: memory of the caller's; what `as_always` returns is copied there.
         """
         driver = driver_module.active()
         first: Any = tensors[0]
         if driver is None or type(first) not in _TENSORS or first.device.type != driver.device_type:
-            return as_always()
+            return copied(as_always(), given)
         device, grad = driver.current_device(), torch.is_grad_enabled()
         parts, addresses, bits = [constants, device], [], 0
         for x in tensors:
@@ -107,27 +115,29 @@ class Calls:
                 addresses.append(0)
                 continue
             if type(x) not in _TENSORS or x.get_device() != device or x.is_neg() or (grad and x.requires_grad):
-                return as_always()
+                return copied(as_always(), given)
             address = x.data_ptr()
             bits |= address
             addresses.append(address)
             parts += x.shape, x.stride(), x.dtype
         if bits & ALIGNMENT_MASK:
-            return as_always()
+            return copied(as_always(), given)
         key, stream = tuple(parts), driver.stream(device)
         try:
             found = self.known.get(key)
         except TypeError:  # a constant that isn't one
-            return as_always()
+            return copied(as_always(), given)
         if isinstance(found, Prepared):
             found.used = True
             self.forms.add(constants, tensors, found)
-            return found.run(addresses, stream)
-        return as_always() if found is not None else self._run_first(key, constants, tensors, as_always, call)
+            return found.run(addresses, stream, given)
+        if found is not None:
+            return copied(as_always(), given)
+        return self._run_first(key, constants, tensors, as_always, call, given)
 
     def _run_first(
         self, key: Any, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any],
-        call: Plannable,
+        call: Plannable, given: Given,
     ) -> Any:  # fmt: skip
         driver: Any = driver_module.active()
         function, arguments, named, owner = call
@@ -136,15 +146,19 @@ class Calls:
             refusal = planned.refusal
         except Exception as error:  # wrong arguments, or a value that the host reads
             planned, refusal = None, f"{type(error).__name__}: {error}"
-        if planned is None or refusal:
-            result = as_always()
-            if planned is not None or not _is_given_twice(tensors):
-                self._keep(key, refusal)
-            return result
-        result, found = run_first(planned, tensors, driver)
-        self._keep(key, found)
-        if isinstance(found, Prepared):
-            self.forms.add(constants, tensors, found)
+        if planned is not None and not refusal:
+            try:
+                result, found = run_first(planned, tensors, driver, given)
+            except program.RefusedError as error:
+                refusal = str(error)
+            else:
+                self._keep(key, found)
+                if isinstance(found, Prepared):
+                    self.forms.add(constants, tensors, found)
+                return result
+        result = copied(as_always(), given)
+        if not _is_given_twice(tensors):
+            self._keep(key, refusal)
         return result
 
     def _keep(self, key: Any, found: Prepared | str) -> None:
@@ -207,35 +221,75 @@ def plain() -> bool:
     return unwatched() and not watched() and not torch._C._is_any_autocast_enabled()
 
 
-def prepared(given: Callable[..., Given]) -> Callable[[Function], Function]:
+def prepared(listed: Callable[..., Listed]) -> Callable[[Function], Function]:
     """Decorate a public function so that its calls are prepared.
 
-    given: takes the function's arguments and returns all that decides its launches, (constants, tensors) as
+    listed: takes the function's arguments and returns all that decides its launches, (constants, tensors) as
     `Calls.run` takes them; or None for arguments that only the function itself can judge. Errors in it count as None.
+
+    The decorated function also takes, for what it returns, `out`; `workspace` and `num_sms`: see `envoi.gemm`. These
+    don't reach the function, whose signature has them for its readers.
     """
 
     def decorate(function: Function) -> Function:
         name = function.__name__
 
-        @functools.wraps(function)
-        def call(*arguments: Any, **named: Any) -> Any:
+        def run(arguments: tuple, named: dict[str, Any], num_sms: int | None, given: Given) -> Any:
             if not unwatched():
-                return function(*arguments, **named)
+                return copied(function(*arguments, **named), given)
             try:
-                found = given(*arguments, **named)
+                found = listed(*arguments, **named)
             except (TypeError, AttributeError, ValueError):
                 found = None
             if found is None:
-                return function(*arguments, **named)
-            constants, tensors = (name, *found[0]), found[1]
-            result = _calls.replay(constants, tensors)
+                return copied(function(*arguments, **named), given)
+            constants, tensors = (name, num_sms, *found[0]), found[1]
+            result = _calls.replay(constants, tensors, given)
             if result is not MISSED:
                 return result
             if not plain():
-                return function(*arguments, **named)
+                return copied(function(*arguments, **named), given)
             as_always = functools.partial(function, *arguments, **named)
-            return _calls.run(constants, tensors, as_always, Plannable(function, arguments, named))
+            return _calls.run(constants, tensors, as_always, Plannable(function, arguments, named), given)
+
+        @functools.wraps(function)
+        def call(
+            *arguments: Any, out: Any = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
+            **named: Any,
+        ) -> Any:  # fmt: skip
+            if out is None and workspace is None and num_sms is None:
+                return run(arguments, named, None, NOTHING_GIVEN)
+            given = given_of(out, workspace)
+            if num_sms is None:
+                return run(arguments, named, None, given)
+            with limited(num_sms):
+                return run(arguments, named, num_sms, given)
 
         return cast(Function, call)
 
     return decorate
+
+
+def given_of(out: Any, memory: Any) -> Given:
+    """Return what a caller gives for a call's outputs, of the form that the call returns, and for its scratch."""
+    tensors: list[torch.Tensor] | None = None
+    if out is not None:
+        program.take_apart(out, tensors := [])
+        if not tensors:
+            raise ValueError(f"out: expected tensors of the form that the call returns, got {type(out).__name__}")
+    if memory is not None:
+        expect_tensor("workspace", memory)
+    return Given(tensors, memory)
+
+
+def copied(result: Any, given: Given) -> Any:
+    """Copy a result's tensors to those that the caller gave, if any, and return the result with these."""
+    if given.out is None:
+        return result
+    found: list[torch.Tensor] = []
+    build = program.take_apart(result, found)
+    forms = [(tuple(x.shape), x.stride(), x.dtype) for x in found]
+    check_out(given.out, forms, found[0].device)
+    for x, y in zip(given.out, found, strict=True):
+        x.copy_(y)
+    return build(given.out)

@@ -11,15 +11,29 @@ again as soon as the call has returned. A call takes a frame from a list and put
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from envoi.check import expect_tensor
 from envoi.runtime import launch as launcher
 from envoi.runtime import workspace
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, Attribute, LaunchConfig, attributes_of
 from envoi.runtime.prepared.parameters import Parameter, check_launch, check_map, check_sizes, parameters_of
-from envoi.runtime.program import FIXED, INPUT, KEPT, NOWHERE, OUTPUT, SCRATCH, Place, Program, RefusedError
+from envoi.runtime.program import (
+    ALIGNMENT,
+    FIXED,
+    INPUT,
+    KEPT,
+    NOWHERE,
+    OUTPUT,
+    SCRATCH,
+    Place,
+    Program,
+    RefusedError,
+    extent_bytes,
+)
 from envoi.runtime.shortcuts import rebase
 
 WORD = 8
@@ -48,10 +62,10 @@ class Launch(NamedTuple):
 class Frame:
     """Memory of one call under way. words: as uint64; starts: the word at which each launch's memory begins.
 
-    calls: arguments of cuLaunchKernelEx for each launch. stream, scratch: as written now.
+    calls: arguments of cuLaunchKernelEx for each launch. stream, scratch, kept: whose addresses are written now.
     """
 
-    __slots__ = ("_memory", "calls", "scratch", "starts", "stream", "words")
+    __slots__ = ("_memory", "calls", "kept", "scratch", "starts", "stream", "words")
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         num_words = sum(len(launch.memory) for launch in launches) // WORD
@@ -62,6 +76,7 @@ class Frame:
         self.calls: list[tuple[int, int, int, None]] = []
         self.starts: list[int] = []
         self.stream, self.scratch = NO_STREAM, 0
+        self.kept: list[torch.Tensor] = []
         start = 0
         for launch in launches:
             self.calls.append(self._fill(launch, start, first + skipped))
@@ -88,6 +103,40 @@ class Frame:
         return address + start * WORD, launch.compiled.function, address + at_pointers * WORD, None
 
 
+class Given(NamedTuple):
+    """Memory that a call's caller owns, None for what the call is to find: tensors of the outputs, a workspace."""
+
+    out: Sequence[torch.Tensor] | None = None
+    workspace: torch.Tensor | None = None
+
+
+NOTHING_GIVEN = Given()
+
+
+def check_out(out: Sequence[torch.Tensor], forms: Sequence[tuple], device: torch.device) -> None:
+    """Raise ValueError unless these are tensors of these (shape, strides, dtype), on 16 bytes, that share no memory."""
+    if len(out) != len(forms):
+        raise ValueError(f"out: expected {len(forms)} tensors, got {len(out)}")
+    for i, (x, (shape, strides, dtype)) in enumerate(zip(out, forms, strict=True)):
+        name = "out" if len(out) == 1 else f"out, tensor {i}"
+        expect_tensor(name, x, dtype, shape, device)
+        if x.numel() and (x.stride() != strides or x.data_ptr() % ALIGNMENT):
+            raise ValueError(f"{name}: expected strides {strides} and an address that is a multiple of 16, got others")
+    ranges = sorted((x.data_ptr(), x.data_ptr() + extent_bytes(x)) for x in out if x.numel())
+    if any(end > start for (_, end), (start, _) in pairwise(ranges)):
+        raise ValueError("out: expected tensors that share no memory")
+
+
+def check_workspace(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Return memory for a call's scratch; ValueError if it is too small or off 16 bytes."""
+    if not memory.is_contiguous() or memory.nbytes < num_bytes or memory.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"workspace: expected {num_bytes} contiguous bytes at a multiple of 16, got {memory.nbytes}"
+            f"{'' if memory.is_contiguous() else ', not contiguous'}"
+        )
+    return memory
+
+
 class Launched(NamedTuple):
     """Launch that was made: the compiled kernel, None if it isn't known, the grid of 3, and the arguments."""
 
@@ -102,12 +151,21 @@ class Memory:
     outputs: of the result. places: what each tensor that was made for an argument stands for, by its id.
     """
 
-    def __init__(self, program: Program, tensors: Sequence[torch.Tensor | None], driver: Any) -> None:
+    def __init__(
+        self, program: Program, tensors: Sequence[torch.Tensor | None], driver: Any, given: Given
+    ) -> None:  # fmt: skip
         """tensors: the call's, as `plan` took them."""
         self._program, self._driver = program, driver
         first: Any = tensors[0]
-        self.outputs = [driver.empty(tuple(x.shape), x.stride(), x.dtype) for x in program.outputs]
-        scratch = [driver.empty((program.scratch_bytes // 4,), (1,), torch.float32)] if program.scratch_bytes else []
+        forms = [(tuple(x.shape), x.stride(), x.dtype) for x in program.outputs]
+        if given.out is not None:
+            check_out(given.out, forms, first.device)
+        self.outputs = [driver.empty(*form) for form in forms] if given.out is None else list(given.out)
+        scratch: list[torch.Tensor] = []
+        if program.scratch_bytes and given.workspace is not None:
+            scratch.append(check_workspace(given.workspace, program.scratch_bytes))
+        elif program.scratch_bytes:
+            scratch.append(driver.empty((program.scratch_bytes // 4,), (1,), torch.float32))
         self._by_role: dict[int, Sequence[Any]] = {
             INPUT: tensors, OUTPUT: self.outputs, SCRATCH: scratch, FIXED: program.owned_memory,
             KEPT: [find(first.device) for find in program.kept],
@@ -153,19 +211,20 @@ class Memory:
 
 
 def run_first(
-    program: Program, tensors: Sequence[torch.Tensor | None], driver: Any
+    program: Program, tensors: Sequence[torch.Tensor | None], driver: Any, given: Given = NOTHING_GIVEN
 ) -> tuple[Any, "Prepared | str"]:  # fmt: skip
     """Make a program's launches by Triton's launcher; return the result, and the call prepared for later runs.
 
-    tensors: the call's. Instead of a prepared call a text says why there is none.
+    tensors: the call's. Instead of a prepared call a text says why there is none. Raises RefusedError, before anything
+    is launched, for memory that isn't the call's own.
     """
-    memory = Memory(program, tensors, driver)
+    memory = Memory(program, tensors, driver, given)
+    made = [memory.argument(launch.arguments) for launch in program.launches]  # all, before anything is launched
     launched, done = [], 0
     for end, step in [*program.steps, (len(program.launches), None)]:
-        for kernel, grid, arguments, options in program.launches[done:end]:
-            given = memory.argument(arguments)
+        for (kernel, grid, _, options), arguments in zip(program.launches[done:end], made[done:end], strict=True):
             x, y, z = (*grid, 1, 1)[:3]
-            launched.append(Launched(launcher.run(kernel, grid, given, options), (x, y, z), given))
+            launched.append(Launched(launcher.run(kernel, grid, arguments, options), (x, y, z), arguments))
         done = end
         if step is not None:
             step()
@@ -200,7 +259,7 @@ class Prepared:
         keeps = 0 < self._scratch_floats <= workspace.MOST_SCRATCH
         self._scratch = workspace.scratch(self._device) if keeps else None
         self._kept = program.kept
-        self.used = True
+        self.used = False
         self._driver, self._context = driver, driver.context()
         frame = Frame(self.launches)
         self._streams = [start + STREAM_WORD for start in frame.starts]
@@ -209,10 +268,10 @@ class Prepared:
         )
         self._free = [frame]
 
-    def run(self, addresses: Sequence[int], stream: int) -> Any:
+    def run(self, addresses: Sequence[int], stream: int, given: Given = NOTHING_GIVEN) -> Any:
         """Make the launches for inputs at these addresses; return the result. The device must be the current one."""
         driver = self._driver
-        outputs = [driver.empty(*form) for form in self._outputs]
+        outputs = [driver.empty(*form) for form in self._outputs] if given.out is None else self._checked(given.out)
         try:
             frame = self._free.pop()
         except IndexError:  # all are in use by other threads
@@ -225,10 +284,12 @@ class Prepared:
         kept = self._scratch
         scratch: Any = None
         captured = (kept is not None or bool(self._of_kept)) and driver.is_capturing()
-        if captured:
+        if captured or given.workspace is not None:
             kept = None
         if self._scratch_floats:
-            if kept is None:
+            if given.workspace is not None:
+                scratch = check_workspace(given.workspace, 4 * self._scratch_floats)
+            elif kept is None:
                 scratch = driver.empty((self._scratch_floats,), (1,), torch.float32)
             else:
                 scratch = kept.take(stream, self._scratch_floats)
@@ -242,9 +303,9 @@ class Prepared:
             for word in self._streams:
                 words[word] = stream
             if self._of_kept:
-                starts = [find(self._device).data_ptr() for find in self._kept]
+                frame.kept = [find(self._device) for find in self._kept]
                 for word, number, offset in self._of_kept:
-                    words[word] = starts[number] + offset
+                    words[word] = frame.kept[number].data_ptr() + offset
         launch = driver.launch
         for part, step in self._parts:
             for call in frame.calls[part]:
@@ -257,6 +318,11 @@ class Prepared:
         if kept is not None:
             kept.give_back(stream, scratch)
         return self._build(outputs)
+
+    def _checked(self, out: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return tensors for the outputs; ValueError if they aren't like what the call would allocate."""
+        check_out(out, self._outputs, self._device)
+        return out
 
     def _again(self, call: tuple[int, int, int, None], error: int) -> None:
         """Repeat a launch that a thread made which is new to CUDA and has no context. RuntimeError for other errors.

@@ -68,7 +68,7 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 
     topk_ids and topk_weights [M, k] have at least one slot.
     """
-    from envoi.ops.gemm.hopper_few.sum import sum_launch
+    from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
     from envoi.runtime.launch import launch
 
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()

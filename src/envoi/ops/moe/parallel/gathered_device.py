@@ -90,11 +90,6 @@ class Buffers(QueuedBuffers):
         """Sizes that all ranks agree on."""
         return cast(GatheredLayout, self.domain.layout)
 
-    @property
-    def owned(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, whose addresses launches take."""
-        return *super().owned, *self.solo.owned
-
 
 def open_buffers(
     layout: SharedLayout, rank: int, expert_offsets: list[int], timeout_s: float, device: torch.device

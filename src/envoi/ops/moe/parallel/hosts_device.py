@@ -115,13 +115,6 @@ class Buffers(QueuedBuffers):
     late: torch.Tensor
 
     @property
-    def owned(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, whose addresses launches take."""
-        return (
-            *super().owned, self.parcels, self.topk_ids, self.weights, self.is_here, self.host_of, self.late
-        )  # fmt: skip
-
-    @property
     def parcel_tokens(self) -> Matrix:
         """View this rank's tokens in its parcel."""
         return _tokens_in(self.layout, self.own_parcel)

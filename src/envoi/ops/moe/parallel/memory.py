@@ -74,7 +74,7 @@ def run_layer(
     owner: Domain | Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     experts: ExpertWeights,
 ) -> torch.Tensor:  # fmt: skip
-    """Run the layer on this memory: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused."""
+    """Run the layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
     given = tokens, topk_weights, topk_ids, experts
     if isinstance(owner, Domain):
         return nvlink.run_layer(owner, *given)

@@ -49,11 +49,6 @@ class QueuedBuffers:
     exchanging: Callable[[], object] = nothing
 
     @property
-    def owned(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, whose addresses launches take."""
-        return *self.domain.owned, self.sent, self.received, self.counts, self.host
-
-    @property
     def calls_begun(self) -> int:
         """Count the calls that the device has begun."""
         return int(self.host[BEGUN])

@@ -178,17 +178,6 @@ class Domain:
         """Prepared calls, which launch on this memory."""
         return Calls()
 
-    @property
-    def owned(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, whose addresses launches take."""
-        rows = (self.rows,) if isinstance(self.rows, torch.Tensor) else (self.rows.values, self.rows.sf)
-        results = () if self.results is None else (self.results,)
-        progress = () if self.progress is None else (self.progress,)
-        return (
-            self.memory, self.peers, self.row_shift, self.offsets, self.state, self.report, *rows, self.row_weights,
-            self.row_destinations, self.rank_ends, *results, *progress,
-        )  # fmt: skip
-
     @cached_property
     def codes(self) -> tuple[Any, Any]:
         """View both rows of `report` as ctypes' arrays, which are read without an operator of torch."""

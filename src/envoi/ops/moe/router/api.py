@@ -43,6 +43,9 @@ def route(
     return_logits: bool = False,
     return_dense: bool = False,
     return_counts: bool = False,
+    out: Routing | None = None,
+    workspace: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> Routing:
     """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
 
@@ -57,6 +60,7 @@ def route(
     DeepSeek-V4.1), call once with each and choose rows with torch.where: a token's result is its own.
     token_ids [M] or [B, S], int32 or int64, with hash_table [vocabulary, k] int32 or int64: experts are looked up by
     token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always.
+    out, workspace, num_sms: as in `envoi.gemm`.
     return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
         and `expert_offsets`).
 

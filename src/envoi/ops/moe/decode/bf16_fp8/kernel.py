@@ -42,8 +42,8 @@ from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.device import divide, e4m3, group_amax, maximum
 from envoi.ops.gemm.hopper.mainloop import widened
 from envoi.ops.gemm.hopper.run_epilogue import halves_in_turn, to_token_major
-from envoi.ops.gemm.hopper_few import config
-from envoi.ops.gemm.hopper_few.tile_scheduler import Schedule, Slots
+from envoi.ops.moe.decode.bf16_fp8 import config
+from envoi.ops.moe.decode.bf16_fp8.tile_scheduler import Schedule, Slots
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.sync import let_next_start, wait_for_grid

@@ -10,7 +10,7 @@ from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.epilogues.lower import Lowered, lower
 from envoi.epilogues.outputs import operand_tensors
 from envoi.ops.gemm.hopper.host import BLOCK_FACTORS, as_stored
-from envoi.ops.gemm.hopper_few.config import (
+from envoi.ops.moe.decode.bf16_fp8.config import (
     CTAS,
     FEATURES,
     MAX_EXPERTS,
@@ -18,7 +18,7 @@ from envoi.ops.gemm.hopper_few.config import (
     SCALE_BLOCK,
     STEP_BYTES,
     WHOLE_CHUNK,
-    FewConfig,
+    DecodeConfig,
     ring,
 )
 from envoi.runtime import devices
@@ -53,7 +53,7 @@ class Buffers:
     out: torch.Tensor  # bf16 [num_tokens, H]
 
 
-def why_not_few(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
+def why_not(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
     """Return why the kernel for few tokens can't run this, or isn't faster; "" if it can.
 
     Depends on shapes, strides and addresses alone, never on ids.
@@ -89,7 +89,7 @@ def unreadable(weights: Matrix, in_halves: bool) -> str:
     return "" if is_tma_ready(values) else "weights that TMA can't read"
 
 
-def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[FewConfig, FewConfig]:
+def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[DecodeConfig, DecodeConfig]:
     """Return the configs of L1 and of L2."""
     scaled = isinstance(experts.gate_up, QuantTensor)
     step = STEP_BYTES if scaled else STEP_BYTES // 2
@@ -102,17 +102,17 @@ def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[
     )  # fmt: skip
     stages_of = stages, stage_steps
     l1, l2 = (l1_steps, room, True), (l2_steps, room, False)
-    return FewConfig(*stages_of, *l1, *shared), FewConfig(*stages_of, *l2, *shared)
+    return DecodeConfig(*stages_of, *l1, *shared), DecodeConfig(*stages_of, *l2, *shared)
 
 
-def run_few(
+def run(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """Run the layer on tokens [M, H] bf16, and return [M, H] bf16, the bits of the kernels for many tokens.
 
     topk_ids and topk_weights [M, k] have at least one slot. Slots whose id no expert has count as masked.
     """
-    from envoi.ops.gemm.hopper_few.sum import sum_launch
+    from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
     from envoi.runtime.launch import launch
 
     tokens = aligned(tokens)
@@ -148,7 +148,7 @@ def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertW
 
 
 def l1_launch(
-    tokens: torch.Tensor, routed: Routed, experts: ExpertWeights, buffers: Buffers, config: FewConfig
+    tokens: torch.Tensor, routed: Routed, experts: ExpertWeights, buffers: Buffers, config: DecodeConfig
 ) -> Launch:
     """Build the launch of L1: tokens by the slots' ids -> activations by expert."""
     has_bias = experts.gate_up_bias is not None
@@ -157,7 +157,7 @@ def l1_launch(
     return _launch((tokens, buffers.hidden), routed, experts.gate_up, epilogue, given, buffers, config)
 
 
-def l2_launch(routed: Routed, experts: ExpertWeights, buffers: Buffers, config: FewConfig) -> Launch:
+def l2_launch(routed: Routed, experts: ExpertWeights, buffers: Buffers, config: DecodeConfig) -> Launch:
     """Build the launch of L2: activations by expert -> rows."""
     epilogue = expert_l2(experts.down_bias is not None)
     given = {"weight": buffers.row_weights, "bias": experts.down_bias}
@@ -166,10 +166,10 @@ def l2_launch(routed: Routed, experts: ExpertWeights, buffers: Buffers, config: 
 
 def _launch(
     sides: tuple[torch.Tensor, torch.Tensor], routed: Routed, weights: Matrix, epilogue: Epilogue,
-    given: dict[str, Any], buffers: Buffers, config: FewConfig,
+    given: dict[str, Any], buffers: Buffers, config: DecodeConfig,
 ) -> Launch:  # fmt: skip
     """Build the launch of a GEMM. sides: its tokens and its output. given: what its epilogue may load."""
-    from envoi.ops.gemm.hopper_few.kernel import few_kernel
+    from envoi.ops.moe.decode.bf16_fp8.kernel import few_kernel
 
     (x, out), ir, num_experts = sides, epilogue.ir, weights.shape[0]
     tensors, pointers = operand_tensors(ir, {operand.name: given[operand.name] for operand in ir.operands}, num_experts)
@@ -181,7 +181,7 @@ def _launch(
     ), {"num_warps": 4, "launch_pdl": not config.is_l1}  # fmt: skip
 
 
-def _weights(weights: Matrix, code: Lowered, config: FewConfig) -> tuple[Any, torch.Tensor | None]:
+def _weights(weights: Matrix, code: Lowered, config: DecodeConfig) -> tuple[Any, torch.Tensor | None]:
     """Return the TMA descriptor of a GEMM's weights, and their scale factors."""
     values, sf = (weights, None) if isinstance(weights, torch.Tensor) else (weights.values, weights.sf)
     if code.takes_halves:

@@ -7,7 +7,15 @@ import torch
 
 from envoi.check import dtype_name
 from envoi.integrations import packings
-from envoi.integrations.transformers import FORMAT_OF, is_experts, local_part, own_weights, stored_format, unserved
+from envoi.integrations.transformers.modules import (
+    FORMAT_OF,
+    is_experts,
+    local_part,
+    own_weights,
+    released,
+    stored_format,
+    unserved,
+)
 from envoi.ops.moe.op import tensors_of
 from envoi.ops.moe.parallel import ExpertParallel
 from envoi.table import align, fold
@@ -112,8 +120,8 @@ def _row(path: str, module: Any) -> Row:
 def _num_bytes(module: Any) -> int:
     held: list[torch.Tensor | None] = [local_part(x) for x in module.parameters()]
     if is_experts(module):
-        released = module.__dict__.get("_envoi_released")
-        packed = [released.experts] if released is not None else packings.kept(own_weights(module))
+        freed = released(module)
+        packed = [freed.experts] if freed is not None else packings.kept(own_weights(module))
         held += [x for experts in packed for x in tensors_of(experts)]
     # Packed weights may be the module's own memory, and tensors without memory are at 0.
     return sum({x.data_ptr(): x.nbytes for x in held if not (x is None or x.is_meta)}.values())

@@ -8,7 +8,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.epilogues.device import plus
-from envoi.ops.gemm.hopper_few import config
+from envoi.ops.moe.decode.bf16_fp8 import config
 from envoi.runtime.aggregate import Scalar, aggregate
 
 BITS = gl.constexpr(10)  # of a number of slots, of strips or of experts

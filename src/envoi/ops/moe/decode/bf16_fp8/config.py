@@ -1,4 +1,4 @@
-"""Config of the kernel for few tokens: its stages, and the sizes it takes."""
+"""Config of the decode kernel: its stages, and the sizes it takes."""
 
 from dataclasses import dataclass
 
@@ -23,8 +23,8 @@ RESERVED = 4096  # bytes of shared memory of a CTA that are the driver's, or go 
 
 
 @dataclass(frozen=True)
-class FewConfig(SwappedTiles):
-    """Constants of the kernel for few tokens.
+class DecodeConfig(SwappedTiles):
+    """Constants of the decode kernel.
 
     num_stages: stages of weights. stage_steps: 1 or 2, the steps of K in a stage.
     num_steps: of K, 128 bytes of a row of weights each. room_steps: the larger num_steps of L1 and L2. Both allocate
