@@ -1,4 +1,4 @@
-"""Handover between roles of a CTA: what they tell each other beside tiles."""
+"""Handover between roles of a CTA: words that they exchange besides tiles."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -9,16 +9,16 @@ from envoi.runtime.aggregate import aggregate
 from envoi.runtime.triton_compat import role_barrier
 
 CONSUMERS = gl.constexpr(2)
-UNIT_RING = gl.constexpr(16)  # told units; at most 10 are unread: 4 by stages, 5 by `Written`, the next
+UNIT_RING = gl.constexpr(16)  # units; at most 10 are unread: 4 by stages, 5 by `Written`, the next
 
 
 @aggregate
 class Handover:
-    """Memory and barriers through which roles of a CTA tell each other what isn't a tile."""
+    """Memory and barriers through which roles of a CTA exchange words besides tiles."""
 
-    ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives when it has told all tiles of L1
-    counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many tiles of L1 the producer has told, and their steps
-    # int32 [UNIT_RING, 1]: units of this CTA, from the producer to the teller, then -1.
+    ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives after all tiles of L1
+    counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many tiles of L1 the producer published, and their steps
+    # int32 [UNIT_RING, 1]: units of this CTA, from the producer to the signaler, then -1.
     units: gl.shared_memory_descriptor
 
     @staticmethod
@@ -36,8 +36,8 @@ class Handover:
         return Handover(ended, counts, gl.allocate_shared_memory(gl.int32, [UNIT_RING, 1], word))
 
     @gluon.jit
-    def tell_unit(self, n, unit):
-        """Producer: tell which unit is the CTA's n-th, before it tells the unit's tiles; -1 after the last one."""
+    def signal_unit(self, n, unit):
+        """Producer: publish which unit is the CTA's n-th, before the unit's tiles; -1 after the last one."""
         put_word(self.units, n % UNIT_RING, unit)
 
     @gluon.jit
@@ -47,7 +47,7 @@ class Handover:
 
     @gluon.jit
     def end_first(self, count, step):
-        """Producer: say how many tiles of L1 it has told, with the one that ends them, and how many steps they took."""
+        """Producer: publish the number of L1's tiles, with the one that ends them, and the steps they took."""
         put_word(self.counts, 0, count)
         put_word(self.counts, 1, step)
         role_barrier()
@@ -55,6 +55,6 @@ class Handover:
 
     @gluon.jit
     def first_ended(self):
-        """Consumer that has no part in L1: wait for its end, return (steps, tiles told)."""
+        """Consumer that has no part in L1: wait for its end, return (steps, published tiles)."""
         mbarrier.wait(self.ended.index(0), 0)
         return get_word(self.counts, 1), get_word(self.counts, 0)

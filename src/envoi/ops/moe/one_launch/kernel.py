@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from envoi.ops.gemm.hopper.consumer import ConsumerArgs, multiply_told_tiles
+from envoi.ops.gemm.hopper.consumer import ConsumerArgs, consume_broadcast_tiles
 from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, new_barriers
 from envoi.ops.gemm.hopper.problem import Problem
@@ -13,7 +13,7 @@ from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.ops.moe.one_launch import config
 from envoi.ops.moe.one_launch.handover import CONSUMERS, Handover
-from envoi.ops.moe.one_launch.progress import TAKEN, TAKEN_IN_L2, leave, tell_unit, wait_for_units
+from envoi.ops.moe.one_launch.progress import TAKEN, TAKEN_IN_L2, leave, signal_unit, wait_for_units
 from envoi.ops.moe.one_launch.scheduler import scheduler_of_next, take, units_until
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
@@ -45,8 +45,8 @@ class FusedConsumerArgs:
 
 
 @aggregate
-class TellerArgs:
-    """Units that the teller waits for, and the counters that it adds to."""
+class SignalerArgs:
+    """Units that the signaler waits for, and the counters that it adds to."""
 
     written: Written
     handover: Handover
@@ -58,10 +58,10 @@ class TellerArgs:
 def consumer(args, role: gl.constexpr):
     """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
     if role < args.first.epilogue.problem.cfg.num_consumers:
-        step, count = multiply_told_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
+        step, count = consume_broadcast_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
         step, count = args.handover.first_ended()
-    multiply_told_tiles(args.second, step, count, role, SECOND + role)
+    consume_broadcast_tiles(args.second, step, count, role, SECOND + role)
 
 
 @gluon.jit
@@ -73,24 +73,24 @@ def producer(args):
     num_units = ahead.experts.num_tiles()
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
     step = gl.to_tensor(0)
-    count = gl.to_tensor(0)  # of tiles told
+    count = gl.to_tensor(0)  # of published tiles
     unit = take(progress + TAKEN)
     while unit < num_units:
-        handover.tell_unit(count // 2, unit)
+        handover.signal_unit(count // 2, unit)
         for half in range(2):
             index = 2 * unit + half
             note_begin(first.trace, PRODUCER, count, index)
             tile = ahead.tile(index)
             note_moment(first.trace, PRODUCER, count, 1)
-            first.pipeline.wait_empty(step)  # first: the slot of `told` must have been read
-            first.pipeline.tell_tile(count, index, tile)
+            first.pipeline.wait_empty(step)  # first: the slot of `tile_ready` must have been read
+            first.pipeline.publish_tile(count, index, tile)
             step = load_unit(first, step, 0, num_k_steps, weights_tile(tile, first), False)
             note_moment(first.trace, PRODUCER, count, 2)
             count += 1
         unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
-    handover.tell_unit(count // 2, -1)
+    handover.signal_unit(count // 2, -1)
     first.pipeline.wait_empty(step)
-    first.pipeline.tell_end(count)
+    first.pipeline.publish_end(count)
     count += 1
     handover.end_first(count, step)
     scheduler = scheduler_of_next(ahead, second.problem)
@@ -106,7 +106,7 @@ def producer(args):
             known = wait_for_units(progress, known, end, num_units, args.unit_shift)
         note_moment(second.trace, SECOND + PRODUCER, event, 1)
         second.pipeline.wait_empty(step)
-        second.pipeline.tell_tile(count, index, tile)
+        second.pipeline.publish_tile(count, index, tile)
         step = load_unit(second, step, 0, num_k_steps, weights_tile(tile, second), False)
         index = take(progress + TAKEN_IN_L2)
         note_moment(second.trace, SECOND + PRODUCER, event, 2)
@@ -114,13 +114,13 @@ def producer(args):
         event += 1
     for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
         second.pipeline.wait_empty(step + i)
-        second.pipeline.tell_end(count + i)
+        second.pipeline.publish_end(count + i)
     leave(progress)
 
 
 @gluon.jit
-def teller(args):
-    """Role: tell the other CTAs what this one's consumers have written. One warp.
+def signaler(args):
+    """Role: signal units that this CTA's consumers have written to other CTAs, by a release add. One warp.
 
     The fence of an addition takes microseconds while memory is busy; consumers would multiply nothing meanwhile.
     """
@@ -128,7 +128,7 @@ def teller(args):
     args.written.wait(n)
     unit = args.handover.unit(n)
     while unit >= 0:
-        tell_unit(args.progress, unit, args.unit_shift)
+        signal_unit(args.progress, unit, args.unit_shift)
         n += 1
         args.written.wait(n)
         unit = args.handover.unit(n)
@@ -136,11 +136,11 @@ def teller(args):
 
 @gluon.jit
 def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
-    """Return L1's pipeline, and L2's over the same stages, with what producers tell. The caller fences before use."""
+    """Return L1's pipeline, and L2's over the same stages, with the ring of tiles. The caller fences before use."""
     num_stages: gl.constexpr = cfg.num_stages
     ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
-    told = new_barriers(ring, 1)
-    tiles = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_ready = new_barriers(ring, 1)
+    tile_ring = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_bufs = first.x_bufs
     y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
     y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
@@ -149,9 +149,9 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     else:
         turn: gl.constexpr = None
     one = Pipeline(
-        x_bufs, first.y_bufs, first.empty, first.full, None, None, told, tiles, first.takes_halves, first.cfg
+        x_bufs, first.y_bufs, first.empty, first.full, None, None, tile_ready, tile_ring, first.takes_halves, first.cfg
     )
-    two = Pipeline(x_bufs, y_bufs, first.empty, first.full, None, turn, told, tiles, takes_halves, cfg)
+    two = Pipeline(x_bufs, y_bufs, first.empty, first.full, None, turn, tile_ready, tile_ring, takes_halves, cfg)
     return one, two
 
 
@@ -196,5 +196,5 @@ def fused_kernel(
         (consumer, (consumer_args, 0)),
         (consumer, (consumer_args, 1)),
         (producer, (producer_args,)),
-        (teller, (TellerArgs(written, handover, progress, unit_shift),)),
+        (signaler, (SignalerArgs(written, handover, progress, unit_shift),)),
     ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

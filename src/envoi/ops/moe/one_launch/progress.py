@@ -16,16 +16,16 @@ NUM_COUNTERS = gl.constexpr(config.NUM_COUNTERS)
 
 
 @gluon.jit
-def tell(counter):
-    """Add 1 to a counter (release): whoever acquires it sees what this role has seen."""
+def signal(counter):
+    """Add 1 to a counter (release): a role that acquires it sees what this one has seen."""
     role_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def tell_unit(progress, unit, shift):
+def signal_unit(progress, unit, shift):
     """Count a unit of L1 as written. shift: log2 of the units that a counter counts."""
-    tell(progress + WRITTEN + (unit >> shift))
+    signal(progress + WRITTEN + (unit >> shift))
 
 
 @gluon.jit

@@ -113,9 +113,9 @@ def combine(room: Room, rows: torch.Tensor, pos_to_slot: torch.Tensor, topk_ids:
         rank = torch.arange(layout.num_ranks, device="cpu")
         sent = (owner.unsqueeze(2) == rank).any(1)  # [M, num_ranks]
         return sum_rows(back[rank, token][sent], sent.flatten().nonzero()[:, 0], num_tokens, layout.num_ranks)
-    slots = rows.new_zeros(layout.num_ranks * layout.room, layout.hidden)
+    slots = rows.new_zeros(layout.num_ranks * layout.slot_capacity, layout.hidden)
     slots[pos_to_slot.long()] = rows
-    slots, used = slots.view(layout.num_ranks, layout.room, -1), owner < layout.num_ranks
+    slots, used = slots.view(layout.num_ranks, layout.slot_capacity, -1), owner < layout.num_ranks
     if room.hosts is not None:
         back = return_by_rail(room.hosts, slots, layout.num_topk, layout.presum)
         if layout.presum:

@@ -58,7 +58,7 @@ class GatheredLayout(SharedLayout):
     @property
     def part_columns(self) -> int:
         """Columns that two ranks exchange in combine: rows, then the number of the call."""
-        return (self.max_tokens if self.presum else self.room) * self.hidden + CALL_COLUMNS
+        return (self.max_tokens if self.presum else self.slot_capacity) * self.hidden + CALL_COLUMNS
 
     @cached_property
     def regions(self) -> Regions:
