@@ -17,7 +17,7 @@ import pytest
 from envoi.ops.gemm.hopper.config import Config
 from envoi.ops.gemm.hopper.pipeline import WRITTEN_RING
 from envoi.ops.moe.one_launch.config import FEW, SQUARE
-from envoi.ops.moe.one_launch.handover import CONSUMERS, UNIT_RING
+from envoi.ops.moe.one_launch.kernel import CONSUMERS, UNIT_RING
 
 Role = Iterator[Callable[[], bool] | None]  # yields what it waits for, or None: it may go on
 

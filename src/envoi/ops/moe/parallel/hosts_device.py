@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from envoi.ops.moe.combine import MAX_COLUMNS
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.parallel import dispatch as steps
 from envoi.ops.moe.parallel.combine import combine_barrier, sum_arguments
@@ -29,6 +28,7 @@ from envoi.ops.moe.parallel.progress import BEGUN, DONE, GATHERED
 from envoi.ops.moe.parallel.queued import HEAD_BYTES, QueuedBuffers, empty_counts
 from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, SharedLayout, allocate, allocate_bytes
 from envoi.ops.moe.parallel.timeout import Watch
+from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix
@@ -301,7 +301,7 @@ def seal_arguments(buffers: Buffers) -> Launch:
 def sum_hosts_arguments(buffers: Buffers, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_hosts_kernel`."""
     (M, k), width, layout = topk_ids.shape, out.shape[1], buffers.layout
-    whole, G, block = layout.whole, layout.num_hosts, min(MAX_COLUMNS, next_power_of_2(width))
+    whole, G, block = layout.whole, layout.num_hosts, min(MAX_SUM_COLUMNS, next_power_of_2(width))
     arguments = (
         buffers.received, topk_ids, buffers.host_of, out, buffers.domain.state, buffers.late, buffers.counts, width,
         layout.part_columns, whole.num_topk, whole.num_experts, k, G, next_power_of_2(G), whole.presum, block,
