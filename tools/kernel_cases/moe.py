@@ -6,12 +6,11 @@ import torch
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.moe import kernels, permute
-from envoi.ops.moe.combine import combine_arguments
 from envoi.ops.moe.launches import Launch
 from envoi.ops.moe.one_launch import host as one_launch
 from envoi.ops.moe.one_launch.config import NUM_COUNTERS
 from envoi.ops.moe.one_launch.kernel import fused_kernel
-from envoi.ops.moe.permute import RowMap
+from envoi.ops.moe.permute import RowMap, combine_arguments
 from envoi.quant import quantize
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, case_of
