@@ -128,7 +128,8 @@ def _write_docs(docs: Path, out: str | None) -> int:
 
 
 def _choose(args: argparse.Namespace) -> "list[Case]":
-    from bench.shapes import Options, cases
+    from bench.shapes import Options
+    from bench.suites import cases
 
     if not 1 <= args.count <= MAX_COUNT:
         raise ValueError(f"--count: expected 1 to {MAX_COUNT}, got {args.count}")

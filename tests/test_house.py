@@ -6,9 +6,12 @@ import inspect
 import pkgutil
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import envoi
 
@@ -117,6 +120,57 @@ def test_the_order_has_no_circle():
     assert ALLOWED["moe.parallel"] >= {"moe", "moe.router"}
     for stage in ("moe.router", "moe", "indexer"):
         assert not ALLOWED[stage] & {"moe.router", "moe", "indexer", "moe.parallel"}
+
+
+def imports_of(module: str, path: Path, modules: Collection[str]) -> set[str]:
+    """Return those of `modules` that a module imports, anywhere in its file."""
+    named = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named |= {
+                name if (name := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+            }
+    return (named & set(modules)) - {module}
+
+
+def circle_in(folders: dict[str, Path]) -> list[str]:
+    """Return modules that import each other in a circle, if there are any. folders: of packages, by their names."""
+    modules = {
+        ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
+        for package, folder in folders.items()
+        for path in folder.rglob("*.py")
+    }
+    try:
+        TopologicalSorter({name: imports_of(name, path, modules) for name, path in modules.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert not circle_in({"envoi": SOURCE, **{name: ROOT / name for name in ("bench", "examples", "tools", "tests")}})
+
+
+def test_nothing_but_tests_imports_tests():
+    folders = ("src", "bench", "tools", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    importing = [path for path in files if re.search(r"^\s*(from|import) tests\b", path.read_text(), re.M)]
+    assert not importing
+
+
+@pytest.mark.parametrize(
+    "line", ["import p.sub.b", "from p.sub import b", "from p.sub.b import x", "def f():\n    from p.sub import b"]
+)
+def test_the_scan_finds_circles(tmp_path, line):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "__init__.py").write_text("from p import a\n")
+    (tmp_path / "a.py").write_text(line)
+    (tmp_path / "sub" / "b.py").write_text("import os\n")
+    assert not circle_in({"p": tmp_path})
+    (tmp_path / "sub" / "b.py").write_text("from p.a import y\n")
+    assert set(circle_in({"p": tmp_path})) == {"p.a", "p.sub.b"}
 
 
 def test_the_scan_sees_every_form_of_import(tmp_path):

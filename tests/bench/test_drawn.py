@@ -5,8 +5,8 @@ import torch
 
 from bench.__main__ import main
 from bench.libraries import OF_BASELINE
-from bench.shapes import GemmShape, Options, cases
-from bench.suites import drawn, measure, module_of, rehearsal
+from bench.shapes import GemmShape, Options
+from bench.suites import cases, drawn, measure, module_of, rehearsal
 from bench.suites.models import MODELS
 from bench.trial import Bench, Compiler
 from envoi.ops.gemm.hopper import tune

@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from bench.shapes import cases
-from bench.suites import host, measure
+from bench.suites import cases, host, measure
 from bench.trial import Bench
 from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks

@@ -4,8 +4,8 @@ import pytest
 
 from bench.__main__ import main
 from bench.evidence import load
-from bench.shapes import ModelShape, cases
-from bench.suites import measure, model
+from bench.shapes import ModelShape
+from bench.suites import cases, measure, model
 from bench.trial import Bench
 from envoi.integrations import transformers as integration
 from envoi.integrations.transformers import forward

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bench.shapes import MoeShape, cases
-from bench.suites import measure, moe, moe_peers
+from bench.shapes import MoeShape
+from bench.suites import cases, measure, moe, moe_peers
 from bench.trial import Bench
 from envoi.tune.timing import Clock
 

@@ -8,8 +8,8 @@ from bench.__main__ import main
 from bench.evidence import SUITES, load, read, to_line
 from bench.libraries import OF_BASELINE
 from bench.roof import Roof
-from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
-from bench.suites import measure, model, moe
+from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape
+from bench.suites import cases, measure, model, moe
 from bench.trial import Bench
 from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks

@@ -5,7 +5,7 @@ import torch
 from envoi import log
 from envoi.epilogues.ir import IR
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
-from envoi.runtime.devices import implementation
+from envoi.runtime.devices import implementation, on_gpu
 from envoi.types import Matrix, QuantTensor
 
 
@@ -19,7 +19,7 @@ def run_kernels(
     On Hopper, calls that its two kernels refuse run on the Triton kernels. float32 on a GPU runs on torch: it's faster.
     """
     kind = implementation(a.device)
-    if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
+    if kind == "torch" or (on_gpu(a.device) and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
     if isinstance(b, QuantTensor) and b.order != "rows":
         return _run_fragments(a, b, offsets, ir, out_dtype, operands, grouping)
