@@ -15,7 +15,7 @@ from tools.kernel_cases.planning import case_of, matrix
 M, N, K = 4096, 2880, 2880
 
 
-def _gemm(epilogue: Epilogue, N: int = N, K: int = K) -> None:
+def _gemm(epilogue: Epilogue, M: int = M, N: int = N, K: int = K) -> None:
     envoi.gemm(matrix("", M, K), matrix("", N, K), epilogue, **operands_of(epilogue.ir, M, N, ()))
 
 
@@ -41,6 +41,6 @@ KERNELS = (
     ),
     case_of(
         "rows-quantise", "second part of an epilogue cut in two: float32 rows quantised, a scale per 1x128",
-        HOPPER, partial(_gemm, swiglu_fp8, 4096, 4096), "rows_kernel",
+        HOPPER, partial(_gemm, swiglu_fp8, 16384, 4096, 8192), "rows_kernel",
     ),
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Launches of the indexer's kernels: one request of 131072 tokens, 64 heads."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +31,17 @@ def _exact() -> Any:
 
 
 KERNELS = tuple(
-    partial(case_of, f"indexer-{name}", about)(*rest)
-    for name, about, *rest in (
+    case_of(f"indexer-{name}", *rest)
+    for name, *rest in (
         ("scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, _fast, "scores_kernel"),
         ("scores", "scores in plain Triton", EVERY_ARCH, _fast, "scores_kernel", 0, BLACKWELL[0]),
-        ("candidates", "candidates for the k best, in one pass over the scores", EVERY_ARCH, _fast, "candidates_kernel"),
+        (
+            "candidates",
+            "candidates for the k best, in one pass over the scores",
+            EVERY_ARCH,
+            _fast,
+            "candidates_kernel",
+        ),
         ("rank", "output places of the candidates", EVERY_ARCH, _fast, "rank_kernel"),
         ("rank-as-torch", "output places, short rows in the order of torch's sort", EVERY_ARCH, _exact, "rank_kernel"),
         ("exact", "scores in float32, every rounding in torch's order", EVERY_ARCH, _exact, "exact_kernel"),

@@ -6,7 +6,7 @@ from functools import partial
 from envoi.runtime.kernel_case import HOPPER, KernelCase
 from envoi.runtime.program import Launch
 from envoi.types import ExpertWeights
-from tools.kernel_cases.planning import Layer
+from tools.kernel_cases.planning import Layer, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2048, 768, 128, 8
 KERNELS_OF = {"l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("sum_kernel", 0)}
@@ -49,7 +49,7 @@ CASES = (
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    return case.layer.launch(*KERNELS_OF[case.kind])
+    return launch_of_call(case.layer, *KERNELS_OF[case.kind])
 
 
 def experts_of(case: Case) -> ExpertWeights:

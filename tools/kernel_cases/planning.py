@@ -1,6 +1,6 @@
 """Launches of kernels as calls plan them: what a call on tensors without memory would launch is what is compiled.
 
-    Case -> a call of the product -> its launches, planned for a GPU -> the one that the case is named after
+Case -> a call of the product -> its launches, planned for a GPU -> the one that the case is named after
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 TIMEOUT_S = 10.0
 
 
-def launch_of(call: Callable[[], Any], kernel: str, which: int = 0, arch: str = HOPPER[0]) -> Launch:
+def launch_of_call(call: Callable[[], Any], kernel: str, which: int = 0, arch: str = HOPPER[0]) -> Launch:
     """Plan a call on 132 multiprocessors; return its launch number `which` of the kernel of this name.
 
     Raises ValueError if it has none.
@@ -42,7 +42,7 @@ def case_of(
     arch: str = HOPPER[0],
 ) -> KernelCase:  # fmt: skip
     """Return the case of a kernel that a call launches. arch: planned for; arches: compiled for."""
-    return KernelCase(name, about, arches, partial(launch_of, call, kernel, which, arch))
+    return KernelCase(name, about, arches, partial(launch_of_call, call, kernel, which, arch))
 
 
 def matrix(scheme: str, *shape: int) -> torch.Tensor | QuantTensor:
@@ -61,7 +61,7 @@ def matrix(scheme: str, *shape: int) -> torch.Tensor | QuantTensor:
 class Layer:
     """Layer of experts. format: of `envoi.quant.FORMATS`. layout: of gate_up. bounded: factors are known to be small.
 
-    arch: for which it is packed and planned.
+    arch: for which it is packed.
     """
 
     format: str
@@ -94,10 +94,6 @@ class Layer:
                      for x in (packed.gate_up, packed.down))  # fmt: skip
             packed = ExpertWeights.arrange(replace(packed, **dict(zip(("gate_up", "down"), sides, strict=True))))
         return packed if self.layout is None else replace(packed, gate_up_layout=self.layout)
-
-    def launch(self, kernel: str, which: int = 0) -> Launch:
-        """Return the layer's launch number `which` of a kernel."""
-        return launch_of(self, kernel, which, self.arch)
 
 
 @cache
