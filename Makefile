@@ -31,7 +31,7 @@ help:
 	@echo "make ci        what has to pass before a change lands: .ci/run"
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
 	@echo "make compile   all kernels, with the Triton of every other pair"
-	@echo "make test-gpu  the tests that need a GPU, and tests/gpu_evidence.json: which kernels they launched"
+	@echo "make test-gpu  the tests that need a GPU"
 	@echo "make gate      compile all kernels, accept their counts and hashes: tests/machine_code/gate.json"
 	@echo "make lint      ruff, pyright"
 	@echo "make format    ruff format and the fixes that ruff is sure of"
@@ -96,7 +96,7 @@ $(OTHER_TRITONS:%=compile-%): compile-%: .triton-%
 # Compiling takes longest, so several processes share the GPU and its memory.
 GPU_JOBS ?= 6
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests -m gpu -n $(GPU_JOBS) --dist worksteal --record-kernels tests/gpu_evidence.json
+	$(BIN)/python -m pytest tests -m gpu -n $(GPU_JOBS) --dist worksteal
 
 gate: $(STAMP)
 	$(BIN)/python -m tools.machine_code accept

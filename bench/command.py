@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--docs",
         metavar="DIR",
-        help="write the pages and charts of docs/benchmarks, the picture beside it and the README's numbers from the "
-        "results of --out, in the repository bench/results, and stop",
+        help="write the pages of docs/benchmarks, the README's picture and its numbers from the results of --out, in "
+        "the repository bench/results, and stop",
     )
 
 
@@ -121,13 +121,6 @@ def _write_docs(docs: Path, out: str | None) -> int:
         charts.draw_picture(picture, cases)
     else:
         picture.unlink(missing_ok=True)
-    for old in docs.glob("*.svg"):
-        old.unlink()
-    for suite in evidence.SUITES:
-        for gpu, measurements in pages.of_suite(results, suite).items():
-            if charts.ratio_rows(measurements):
-                title = f"{suite}: {evidence.SUITES[suite]}"
-                charts.draw_ratios(docs / pages.chart_name(suite, gpu), title, measurements)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     print(f"{docs}, {picture} and {readme} agree with {folder}")
@@ -135,7 +128,8 @@ def _write_docs(docs: Path, out: str | None) -> int:
 
 
 def _choose(args: argparse.Namespace) -> "list[Case]":
-    from bench.shapes import Options, cases
+    from bench.shapes import Options
+    from bench.suites import cases
 
     if not 1 <= args.count <= MAX_COUNT:
         raise ValueError(f"--count: expected 1 to {MAX_COUNT}, got {args.count}")

@@ -1,7 +1,7 @@
 """Pages made from the results: one for each suite, their index, and the numbers of the README.
 
-A page `<suite>.md` has, for each GPU, where the numbers come from, a table, geometric means and a chart
-`<suite>-<gpu>.svg`. In the README it is what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
+A page `<suite>.md` has, for each GPU, where the numbers come from, a table and geometric means. In the README it is
+what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
 
     <!-- bench:picture -->                              its picture, and what that shows, in a line
     <!-- bench:h200:gemm_swiglu:1 -->                   the mean ratio to the best baseline, of cases on 1 GPU
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from bench.evidence import BASELINES, SUITES, Measurement, load, slug
 from bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
-from bench.published import PUBLISHED
 from bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers
 from envoi.table import number, ratio
 
@@ -82,10 +81,7 @@ def page(suite: str, results: dict[str, list[Measurement]]) -> str:
         parts.append(f"## {gpu.upper()}")
         if measurements:
             parts.append(provenance(measurements))
-        if compared(measurements):
-            parts.append(f"![{suite}: ratio of {_other(measurements)}'s time to Envoi's]({chart_name(suite, gpu)})")
-        if measurements:
-            parts += [table(rows(measurements)), *summaries(measurements), *beside(suite, measurements)]
+            parts += [table(rows(measurements)), *summaries(measurements)]
         if others := untuned.get(gpu):
             mean = by_gpus(others)
             parts += [WITHOUT, provenance(others), table(rows(others)), *[f"- best baseline: {mean}"] * bool(mean)]
@@ -93,11 +89,6 @@ def page(suite: str, results: dict[str, list[Measurement]]) -> str:
     if not any(every.values()):
         parts.append("Not measured yet.")
     return "\n\n".join(parts) + "\n"
-
-
-def chart_name(suite: str, gpu: str) -> str:
-    """Return the file of a suite's chart."""
-    return f"{suite}-{gpu}.svg"
 
 
 def provenance(measurements: Sequence[Measurement]) -> str:
@@ -151,22 +142,6 @@ def table(lines: list[list[str]]) -> str:
     """Return a Markdown table of a header and rows."""
     header, *body = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *body])
-
-
-def beside(suite: str, measurements: Sequence[Measurement]) -> list[str]:
-    """Return a table of both sides' times in us and speed-ups over each side's eager, where others published some."""
-    found = PUBLISHED.get(suite)
-    ours = [m for m in measurements if found and m.case in found.times_us and "eager" in m.baselines]
-    if found is None or not ours:
-        return []
-    lines = [["case", f"Envoi, {ours[0].gpu}", "eager", *(f"{name}, {found.hardware}" for name in found.columns)]]
-    for m in ours:
-        *others, eager_us = found.times_us[m.case]
-        mine = f"{number(m.ours_us)} ({ratio(m.baselines['eager'], m.ours_us)})"
-        theirs = (f"{number(us)} ({ratio(eager_us, us)})" for us in others)
-        lines.append([m.case, mine, number(m.baselines["eager"]), *theirs, number(eager_us)])
-    about = f"Beside it what was published for {found.what}; in brackets the speed-up over eager on the same side."
-    return [about, table(lines)]
 
 
 def summaries(measurements: Sequence[Measurement]) -> list[str]:

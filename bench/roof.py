@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 
+from bench.torch_gemm import product
 from envoi.quant.cast import quantize
 from envoi.quant.formats import Scheme, format_named
 from envoi.tune.timing import Clock
@@ -63,8 +64,6 @@ def _matmul_tflops(clock: Clock, mnk: tuple[int, int, int], dtype: str) -> float
 
 
 def _fp8_tflops(clock: Clock, mnk: tuple[int, int, int], format: str) -> float:
-    from bench.suites.torch_gemm import product  # not at the top: it imports this module
-
     m, n, k = mnk
     scheme = format_named(format)
     rows = (cast(Scheme, scheme.activations), m), (cast(Scheme, scheme.weights), n)

@@ -1,9 +1,8 @@
-"""Registry of cases: the sizes of each suite, and which of them run on a CPU too."""
+"""Cases: their sizes, those of the suites that have a list of them, and which run on a CPU too."""
 
 import random
 from dataclasses import dataclass
 
-from bench.evidence import SUITES
 from envoi.tune.shapes import GemmShape, GroupedShape, drawn_rows
 from tools.oracles.indexer_workloads import Workload, one, workloads
 
@@ -203,22 +202,8 @@ class Options:
 DEFAULTS = Options()
 
 
-def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
-    """Return the cases of a suite in the order of their runs. Raises ValueError for a name that isn't in `SUITES`."""
-    if suite not in SUITES:
-        raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
-    if suite.endswith("_drawn"):
-        from bench.suites import drawn
-
-        return drawn.cases(suite, options)
-    if suite.startswith("host"):
-        from bench.suites import host
-
-        return host.cases(suite)
-    if suite == "model":
-        from bench.suites import model
-
-        return model.cases(options)
+def fixed_cases(suite: str) -> list[Case]:
+    """Return the cases of a suite whose sizes are in this file; `suites.cases` has those of all."""
     makers = {
         "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "moe": _moe_cases,
     }  # fmt: skip

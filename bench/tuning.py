@@ -5,7 +5,7 @@ import sys
 
 from bench.ahead import shapes_of
 from bench.evidence import SUITES
-from bench.shapes import cases
+from bench.suites import cases
 from envoi.cli import Parser, run_program
 from envoi.tune import command, problems
 from envoi.tune.shapes import Shape

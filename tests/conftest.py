@@ -1,4 +1,4 @@
-"""Setup shared by all tests: threads, no measured configs, deselection, a record of launched kernels."""
+"""Setup shared by all tests: threads, no measured configs, deselection."""
 
 import gc
 import math
@@ -14,7 +14,7 @@ import torch
 
 from envoi import env
 from envoi.runtime import prepared, workspace
-from tests.helpers import interpreter, left_out, recorder, spoiled
+from tests.helpers import interpreter, left_out, spoiled
 
 # Configs measured on this machine must not decide which kernels are tested.
 NO_CACHE = tempfile.TemporaryDirectory()
@@ -22,14 +22,12 @@ os.environ["ENVOI_CACHE_DIR"] = NO_CACHE.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the recorder's options, and `--slow`."""
+    """Add `--slow`."""
     parser.addoption("--slow", action="store_true", help="run tests marked `slow` too")
-    recorder.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record if requested; prepare Triton's interpreter if it is chosen."""
-    recorder.configure(config)
+    """Prepare Triton's interpreter if it is chosen."""
     if env.interpreting():
         interpreter.configure(config)
 

@@ -3,14 +3,15 @@
 import ast
 import importlib
 import inspect
-import io
 import pkgutil
 import re
 import subprocess
-import tokenize
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import envoi
 
@@ -19,10 +20,6 @@ SOURCE = ROOT / "src" / "envoi"
 FILES = sorted(SOURCE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "tools" / "machine_code").glob("*.py"))]
 
-# A docstring starts with a verb or a full noun phrase.
-BANNED = "Of", "The", "As", "What", "Whether", "Where", "How", "Why", "Each", "True", "It", "Its", "Those", "Like"
-BANNED_OPENINGS = tuple(f"{words} " for words in BANNED)
-DOCUMENTED = sorted(path for folder in ("src", "tools", "examples", "bench") for path in (ROOT / folder).rglob("*.py"))
 
 # A package may import from those named, and from itself. Packages within moe/ have an order of their own.
 BASE = {"types", "check", "constant", "env", "cache_file", "log", "progress", "spans", "table", "runtime"}
@@ -125,6 +122,57 @@ def test_the_order_has_no_circle():
         assert not ALLOWED[stage] & {"moe.router", "moe", "indexer", "moe.parallel"}
 
 
+def imports_of(module: str, path: Path, modules: Collection[str]) -> set[str]:
+    """Return those of `modules` that a module imports, anywhere in its file."""
+    named = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named |= {
+                name if (name := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+            }
+    return (named & set(modules)) - {module}
+
+
+def circle_in(folders: dict[str, Path]) -> list[str]:
+    """Return modules that import each other in a circle, if there are any. folders: of packages, by their names."""
+    modules = {
+        ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
+        for package, folder in folders.items()
+        for path in folder.rglob("*.py")
+    }
+    try:
+        TopologicalSorter({name: imports_of(name, path, modules) for name, path in modules.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert not circle_in({"envoi": SOURCE, **{name: ROOT / name for name in ("bench", "examples", "tools", "tests")}})
+
+
+def test_nothing_but_tests_imports_tests():
+    folders = ("src", "bench", "tools", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    importing = [path for path in files if re.search(r"^\s*(from|import) tests\b", path.read_text(), re.M)]
+    assert not importing
+
+
+@pytest.mark.parametrize(
+    "line", ["import p.sub.b", "from p.sub import b", "from p.sub.b import x", "def f():\n    from p.sub import b"]
+)
+def test_the_scan_finds_circles(tmp_path, line):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "__init__.py").write_text("from p import a\n")
+    (tmp_path / "a.py").write_text(line)
+    (tmp_path / "sub" / "b.py").write_text("import os\n")
+    assert not circle_in({"p": tmp_path})
+    (tmp_path / "sub" / "b.py").write_text("from p.a import y\n")
+    assert set(circle_in({"p": tmp_path})) == {"p.a", "p.sub.b"}
+
+
 def test_the_scan_sees_every_form_of_import(tmp_path):
     path = tmp_path / "x.py"
     path.write_text(
@@ -168,98 +216,9 @@ def num_parameters(function: ast.FunctionDef) -> int:
     return sum(argument.arg != "self" for argument in function.args.args)
 
 
-ROOMS_OF_DEVICE_CODE = (
-    "epilogues", "ops/gemm/hopper", "ops/gemm/hopper_mx", "ops/gemm/blackwell", "ops/gemm/triton", "ops/moe",
-    "ops/moe/router", "ops/indexer",
-)  # fmt: skip
-
-
-def test_device_functions_read_no_tuple_by_number():
-    found = {}
-    for room in ROOMS_OF_DEVICE_CODE:
-        functions = [f for path in sorted((SOURCE / room).glob("*.py")) for f in device_functions(path)]
-        assert functions, f"{room} has no device code"
-        for function in functions:
-            read = {ast.unparse(node) for node in ast.walk(function) if is_read_by_number(node)}
-            found[room, function.name] = {x for x in read if not SEQUENCE.search(x)} - KNOWN_READS
-    assert not {place: reads for place, reads in found.items() if reads}
-
-
 def device_functions(path: Path) -> list[ast.FunctionDef]:
     functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
     return [function for function in functions if is_device_code(function)]
-
-
-SEQUENCE = re.compile(r"\.shape\[-?\d\]$|^[gt]l\.split\(.*\)\[[01]\]$")  # a shape's sides, both halves of a tensor
-KNOWN_READS = {
-    "factors[0]",
-    "factors[-1]",
-    "partials[0]",
-    "descs[0]",
-    "descs[1]",
-    "columns_in(x)[0]",
-    "columns_in(x)[1]",
-}
-
-
-def is_read_by_number(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Subscript):
-        return False
-    number = node.slice.operand if isinstance(node.slice, ast.UnaryOp) else node.slice
-    return isinstance(number, ast.Constant) and isinstance(number.value, int)
-
-
-def test_no_asserts_and_nothing_unfinished():
-    asserts = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in OURS
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Assert)
-    ]
-    assert not asserts, "a user's mistake needs words"
-    unfinished = re.compile(r"\bTODO\b|\bFIXME\b|raise NotImplementedError")
-    assert not [path for path in OURS if unfinished.search(path.read_text())]
-
-
-def docstrings_of(tree: ast.Module) -> list[tuple[int, str]]:
-    """Return the line and the text of each docstring."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
-    return [(node.body[0].lineno, ast.get_docstring(node) or "") for node in nodes]
-
-
-def banned_openings(text: str) -> list[str]:
-    """Return `line: docstring's first line` for each docstring of a file that opens with a banned word."""
-    found = [(line, said) for line, said in docstrings_of(tree_of(text)) if said.startswith(BANNED_OPENINGS)]
-    return [f"{line}: {said.splitlines()[0]}" for line, said in sorted(found)]
-
-
-def lines_with(word: str, text: str) -> list[int]:
-    """Return the lines of the docstrings and comments of a file that have a word; of a docstring its first line."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    said = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-    said += docstrings_of(tree_of(text))
-    return sorted(line for line, string in said if re.search(rf"\b{word}\b", string, re.IGNORECASE))
-
-
-def test_docstrings_open_with_a_verb_or_a_noun():
-    found = {str(path.relative_to(ROOT)): banned_openings(path.read_text()) for path in DOCUMENTED}
-    assert not {path: lines for path, lines in found.items() if lines}
-
-
-def test_no_docstring_or_comment_says_behind():
-    found = {str(path.relative_to(ROOT)): lines_with("behind", path.read_text()) for path in OURS}
-    assert not {path: lines for path, lines in found.items() if lines}
-
-
-def test_the_scan_sees_every_docstring_and_comment():
-    text = (
-        '"""What it is."""\n\n# stands Behind\nx = "behind"  # in front\n\nclass A:\n    """Its letter."""\n\n'
-        '    async def f(self):\n        """ Whether behind.\n\n        More.\n        """\n        return "How "\n\n'
-        'def g():\n    """Asked for, Itself, Offset, like `x`."""\n'
-    )
-    assert banned_openings(text) == ["1: What it is.", "7: Its letter.", "10: Whether behind."]
-    assert lines_with("behind", text) == [3, 10]
 
 
 def test_public_names_are_documented():

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from bench.shapes import Case
+from bench.evidence import SUITES
+from bench.shapes import DEFAULTS, Case, Options, fixed_cases
 from bench.trial import Bench, Trial
 
 # Fewer for calls that take milliseconds, and for loops of calls; more for the host's time, which varies.
@@ -12,6 +13,25 @@ REPEATS = {
 }  # fmt: skip
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10
+
+
+def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
+    """Return the cases of a suite in the order of their runs. Raises ValueError for a name that isn't in `SUITES`."""
+    if suite not in SUITES:
+        raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
+    if suite.endswith("_drawn"):
+        from bench.suites import drawn
+
+        return drawn.cases(suite, options)
+    if suite.startswith("host"):
+        from bench.suites import host
+
+        return host.cases(suite)
+    if suite == "model":
+        from bench.suites import model
+
+        return model.cases(options)
+    return fixed_cases(suite)
 
 
 def measure(case: Case, bench: Bench) -> Trial:

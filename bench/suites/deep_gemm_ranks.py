@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from bench import libraries, runner, theirs
-from bench.shapes import Case, MoeShape, cases
-from bench.suites import repeat_of
+from bench.shapes import Case, MoeShape
+from bench.suites import cases, repeat_of
 from bench.suites.moe import draw
 from bench.suites.moe_peers import MAX_ERROR
 from bench.suites.peers import Weight, deep_gemm_moe

@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from bench import torch_gemm
 from bench.roof import kind_of
 from bench.shapes import Case, GemmShape
-from bench.suites import inputs, torch_gemm
+from bench.suites import inputs
 from bench.suites.endings import ENDINGS, Ending
 from bench.trial import Bench, Trial, time_rounds
 from envoi.ops.gemm import gemm

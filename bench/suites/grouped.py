@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 
+from bench import torch_gemm
 from bench.roof import kind_of
 from bench.shapes import Case, GroupedShape
-from bench.suites import inputs, torch_gemm
+from bench.suites import inputs
 from bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.ops.gemm import grouped_gemm
 from envoi.tune.inputs import Inputs, make

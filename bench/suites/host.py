@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from bench import torch_gemm
 from bench.roof import kind_of
 from bench.shapes import (
     TRANSPORTS,
@@ -29,7 +30,7 @@ from bench.shapes import (
     RouterShape,
     moe_name,
 )
-from bench.suites import indexer, inputs, moe, router, torch_gemm
+from bench.suites import indexer, inputs, moe, router
 from bench.suites.endings import ENDINGS
 from bench.suites.torch_moe import Layer, eager_moe, parallel_moe
 from bench.trial import OURS, Bench, Trial, those_that_run

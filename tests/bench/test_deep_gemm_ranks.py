@@ -1,10 +1,8 @@
 """sgl-deep-gemm in a process of its own: a stand-in that computes, the file, and what `--theirs` takes."""
 
-import json
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch.nn import functional
 
 from bench import evidence, theirs
 from bench.__main__ import main
-from bench.shapes import Case, MoeShape, cases, moe_name
+from bench.shapes import Case, MoeShape, moe_name
 from bench.suites import deep_gemm_ranks, moe
 from bench.trial import Trial
 from envoi.tune.timing import Clock, Timing, symmetric_barrier
@@ -89,14 +87,6 @@ def test_a_wrong_result_is_not_written():
         assert "its result differs from float64's" in outcome.text
 
 
-def test_its_cases_are_cases_of_the_suite_over_nvlink():
-    found = {case.name for case in deep_gemm_ranks.chosen(())}
-    assert {f"4096/2048/256/6 fp8_block128 tokens={m}" for m in (64, 512, 2048, 8192)} < found
-    assert {f"2048/768/128/8 fp8_block128 tokens={m}" for m in (64, 512, 2048, 8192)} < found
-    assert found < {case.name for case in cases("moe")}
-    assert [case.name for case in deep_gemm_ranks.chosen(["2048/768/128/8", "zipf"])][-1].endswith("zipf=1.2")
-
-
 ONE = theirs.Theirs("moe", CASE.name, "sgl_deep_gemm", 2, ("a", "b"), "0.2.5", "2.14.1", 0.04, 7.0, 6.0, 8.0, 20)
 TRIAL = Trial(Timing(10.0, 9.0, 11.0, 20), {"torch_ep": Timing(50.0, 49.0, 51.0, 20)}, {}, 1.0,
               missing={"sgl_deep_gemm": "ModuleNotFoundError", "x": "y"}, details={"exchange": "z"})  # fmt: skip
@@ -115,15 +105,6 @@ def test_times_of_the_other_process_stand_beside_envois(tmp_path):
     }  # fmt: skip
     assert theirs.beside(TRIAL, CASE, 4, read) is TRIAL
     assert theirs.beside(TRIAL, replace(CASE, suite="moe_drawn"), 2, read) is TRIAL
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", "no json", json.dumps({"gpus": []})])
-def test_a_file_that_is_none_is_refused(text, tmp_path: Path):
-    (tmp_path / "a").write_text(text)
-    with pytest.raises(ValueError, match="--theirs: expected lines that another process wrote"):
-        theirs.read(tmp_path / "a", ("a", "b"))
-    with pytest.raises(ValueError, match="--theirs: expected lines"):
-        theirs.read(tmp_path / "none", ("a", "b"))
 
 
 def test_times_on_other_gpus_are_refused(tmp_path):
@@ -150,9 +131,3 @@ def test_the_command_measures_the_cases_of_the_file_and_warns_of_an_old_version(
     said = capsys.readouterr()
     assert "sgl_deep_gemm 0.1.5.post1 7.00" in said.out
     assert "envoi: warning: measured with sgl-deep-gemm 0.1.5.post1; 0.2.5 is known" in said.err
-
-
-@pytest.mark.parametrize("given", ["vllm", "vllm=", "vlm=0.33.0", "=1"])
-def test_a_version_of_no_library_is_refused(given, capsys):
-    assert main(["moe", "--device", "cpu", "--peer-version", given]) == 2
-    assert "--peer-version: expected NAME=VERSION of vllm, humming-kernels" in capsys.readouterr().err

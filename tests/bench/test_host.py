@@ -5,34 +5,14 @@ import time
 import pytest
 import torch
 
-from bench.__main__ import main
-from bench.shapes import HostShape, MoeShape, cases
-from bench.suites import host, measure, rehearsal
+from bench.suites import cases, host, measure
 from bench.trial import Bench
-from envoi.quant.formats import FORMATS
 from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks
 
 from .test_suites import CPU, ROOF
 
 DEVICE_S = 0.02
-
-
-@pytest.mark.parametrize("suite", ["host", "host_loop"])
-def test_every_operator_and_format_is_there(suite):
-    found = [case for case in cases(suite) if case.on_cuda]
-    shapes = [case.shape for case in found if isinstance(case.shape, HostShape)]
-    assert {shape.operator for shape in shapes} == set(host.OPERATORS) == {*host.MAKERS, "ExpertParallel.moe"}
-    layers = [shape for shape in shapes if isinstance(shape.sizes, MoeShape)]
-    formats = {shape.sizes.format for shape in layers if shape.operator == "moe"}
-    assert formats == set(FORMATS)
-    names = {case.name for case in found}
-    for format in ("bf16", "fp8_block128"):
-        assert {f"moe 2048/768/128/8 {format} tokens={m}" for m in (1, 64)} < names
-    shared = {case.name for case in found if not case.alone}
-    ways = ("64", "512", "64 over nccl", "64 by host")
-    assert shared == {f"ExpertParallel.moe 4096/2048/256/6 fp8_block128 tokens={way}" for way in ways}
-    assert all(rehearsal.is_rehearsed(case) for case in found)
 
 
 class Device:
@@ -66,13 +46,6 @@ def test_host_ends_when_the_call_returns_and_a_loop_when_the_device_is_done(suit
     assert timings["envoi"].n == 4
 
 
-def test_a_wrong_result_shows_in_the_error(monkeypatch):
-    right = host.gemm
-    monkeypatch.setattr(host, "gemm", lambda *args, **operands: right(*args, **operands).roll(1, dims=0))
-    case = next(case for case in cases("host") if case.on_cpu and case.name.startswith("gemm "))
-    assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
-
-
 def measure_on_rank(rank: int, num_ranks: int, suite: str) -> tuple:
     (case,) = [case for case in cases(suite) if case.on_cpu and not case.alone]
     trial = measure(case, Bench(Clock(CPU, 2), ROOF, rank, num_ranks))
@@ -88,18 +61,6 @@ def test_ranks_measure_together_and_the_slowest_counts(suite, baseline):
     for _, error, baselines, missing in found:
         assert error < 6e-3
         assert (baselines, missing) == ([baseline], {})
-
-
-def test_calls_over_ranks_say_so(capsys):
-    assert main(["host", "--list"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "over ranks]" in line]
-    assert len(lines) == 5
-    assert all("ExpertParallel.moe" in line for line in lines)
-
-
-def test_one_process_is_told_that_a_case_needs_several(capsys):
-    assert main(["host", "--case", "ExpertParallel", "--device", "cpu"]) == 2
-    assert "expected a case that runs on cpu, got none" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

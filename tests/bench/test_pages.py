@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import charts
 from bench.__main__ import main
-from bench.evidence import SUITES, append, load
-from bench.pages import PICTURE, chart_name, of_suite, pages, picture_cases, render
-from bench.published import PUBLISHED
-from bench.shapes import cases
+from bench.evidence import append
+from bench.pages import PICTURE, pages, render
 from bench.summary import best_baseline, compared
 
 from .samples import sample
@@ -31,42 +28,6 @@ def test_the_readme_agrees_with_the_results():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- bench:") > 6
     assert render(text, RESULTS) == text, REMEDY
-
-
-def test_every_suite_has_a_chart_of_its_rows_and_the_readme_its_picture():
-    results = load(RESULTS)
-    cases_shown, picture = picture_cases(results), ROOT / "docs" / "assets" / PICTURE
-    assert picture.is_file() == bool(cases_shown), REMEDY
-    wanted = {picture: charts.picture_rows(cases_shown)} if cases_shown else {}
-    for suite in SUITES:
-        for gpu, found in of_suite(results, suite).items():
-            wanted[DOCS / chart_name(suite, gpu)] = charts.ratio_rows(found)
-    assert {path for path in wanted if path.parent == DOCS} == set(DOCS.glob("*.svg")), REMEDY
-    for path, rows in wanted.items():
-        assert charts.digest(rows) in path.read_text(encoding="utf-8"), f"{path.name}: {REMEDY}"
-
-
-def test_the_machine_with_most_cases_comes_first():
-    few, many = [sample(gpu="NVIDIA H100")], [sample(case=case) for case in ("64x64x64 bf16", "128x64x64 bf16")]
-    assert list(of_suite({"h100": few, "h200": many, "b200": []}, "gemm")) == ["h200", "h100"]
-
-
-def test_no_table_is_wider_than_six_columns():
-    for name, text in pages(RESULTS).items():
-        for line in text.splitlines():
-            assert not line.startswith("|") or line.count("|") <= 7, f"{name}: {line}"
-
-
-def test_a_chart_is_the_same_bytes_for_the_same_rows_and_says_which(tmp_path):
-    found = [sample(), sample(case="64x4096x7168 bf16", ours_us=20.0)]
-    for name in ("a.svg", "b.svg"):
-        charts.draw_ratios(tmp_path / name, "gemm", found)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    text = (tmp_path / "a.svg").read_text()
-    assert charts.digest(charts.ratio_rows(found)) in text
-    assert charts.digest(charts.ratio_rows(found[:1])) not in text
-    assert "64x4096x7168 bf16" in text
-    assert "<dc:date>" not in text
 
 
 def test_the_best_baseline_does_the_same_work():
@@ -114,22 +75,6 @@ def test_what_is_measured_without_tuned_configs_is_apart(tmp_path):
     assert "h200: 0.99x [0.99x] over 1 case\n" in pages(tmp_path)["index.md"]
 
 
-def test_published_times_stand_beside_ours(tmp_path):
-    ours = {"suite": "router_call", "ours_us": 10.0, "baselines": {"eager": 40.0}}
-    append(tmp_path, [sample(**ours, case="512x8x128 top4 softmax fp16"), sample(**ours, case="1x256x7168 other")])
-    text = pages(tmp_path)["router_call.md"]
-    assert "| case | Envoi, NVIDIA H200 | eager | CUTLASS, Blackwell (sm_100) | quack, Blackwell (sm_100) |" in text
-    assert "| 512x8x128 top4 softmax fp16 | 10.0 (4.00x) | 40.0 | 21.5 (6.29x) | 27.9 (4.85x) | 135 |" in text
-    assert text.count("1x256x7168 other") == 1
-
-
-def test_published_cases_are_cases():
-    for suite, found in PUBLISHED.items():
-        names = {case.name for case in cases(suite)}
-        assert set(found.times_us) <= names
-        assert all(len(times) == len(found.columns) for times in found.times_us.values())
-
-
 def test_markers_are_served(tmp_path):
     found = [
         sample(suite="moe", case=f"4096/2048/256/6 fp8_block128 tokens={tokens}", num_gpus=4, ours_us=10.0,
@@ -162,28 +107,23 @@ def test_markers_that_cannot_be_served_are_refused(text, problem, tmp_path):
         render(text, tmp_path)
 
 
-def test_the_command_writes_all_of_it(tmp_path, capsys):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("<!-- bench:picture -->\n<!-- /bench -->\n")
-    assert main(["--docs", str(tmp_path / "docs" / "benchmarks"), "--out", str(RESULTS)]) == 0
-    picture = ROOT / "docs" / "assets" / PICTURE
-    for path in [*DOCS.glob("*.md"), *DOCS.glob("*.svg"), *[picture] * picture.is_file()]:
-        assert (tmp_path / path.relative_to(ROOT)).is_file(), path
-    assert (PICTURE in (tmp_path / "README.md").read_text()) == picture.is_file()
-
-
-def test_a_picture_without_measurements_is_taken_away(tmp_path, capsys):
-    append(tmp_path / "results", [sample()])
-    picture = tmp_path / "docs" / "assets" / PICTURE
-    picture.parent.mkdir(parents=True)
-    picture.write_text("an old one")
-    (tmp_path / "README.md").write_text("<!-- bench:picture -->old<!-- /bench -->")
-    assert main(["--docs", f"{tmp_path}/docs/benchmarks", "--out", f"{tmp_path}/results"]) == 0
-    assert not picture.exists()
-    assert "old" not in (tmp_path / "README.md").read_text()
-
-
 def test_the_command_wants_a_repository(tmp_path, capsys):
     assert main(["--docs", str(tmp_path / "none" / "benchmarks"), "--out", str(RESULTS)]) == 2
     assert "--docs: expected docs/benchmarks of a repository" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_one_command_writes_pages_picture_and_readme(tmp_path, capsys):
+    found = [
+        sample(suite="moe", case=f"4096/2048/256/6 fp8_block128 tokens={tokens}", num_gpus=4, ours_us=10.0,
+               baselines={"sgl_deep_gemm": 10.0 + tokens, "torch_ep": 50.0}, details={"sgl-deep-gemm": "0.2.5"})
+        for tokens in (64, 512, 2048, 8192)
+    ]  # fmt: skip
+    results, picture = tmp_path / "results", tmp_path / "docs" / "assets" / PICTURE
+    append(results, found)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("<!-- bench:picture -->\n<!-- /bench -->\n")
+    assert main(["--docs", str(tmp_path / "docs" / "benchmarks"), "--out", str(results)]) == 0
+    assert "sgl-deep-gemm's one launch 0.2.5" in picture.read_text()
+    assert PICTURE in (tmp_path / "README.md").read_text()
+    assert "| 4096/2048/256/6 fp8_block128 tokens=64, 4 GPUs |" in (tmp_path / "docs/benchmarks/moe.md").read_text()

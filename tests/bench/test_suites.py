@@ -1,8 +1,5 @@
 """CPU cases: each runs, gives a valid measurement and is right; the command writes and shows them."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,8 +8,8 @@ from bench.__main__ import main
 from bench.evidence import SUITES, load, read, to_line
 from bench.libraries import OF_BASELINE
 from bench.roof import Roof
-from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
-from bench.suites import measure, model, moe, repeat_of
+from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape
+from bench.suites import cases, measure, model, moe
 from bench.trial import Bench
 from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks
@@ -75,37 +72,6 @@ def test_a_wrong_result_shows_in_the_error(monkeypatch):
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
 
 
-@pytest.mark.parametrize("suite", ["gemm", "gemm_swiglu", "gemm_quant", "gemm_epilogues"])
-def test_a_wrong_epilogue_shows_in_the_error(suite, monkeypatch):
-    from bench.suites import gemm
-
-    right = gemm.gemm
-
-    def wrong(a, *rest, **operands):
-        return right(a.roll(1, dims=0), *rest, **operands)
-
-    monkeypatch.setattr(gemm, "gemm", wrong)
-    for case in (case for case in CPU_CASES if case.suite == suite):
-        assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.2
-
-
-def test_baselines_are_those_that_are_documented():
-    expected = {
-        "gemm": {"eager"}, "gemm_swiglu": {"plain", "eager"}, "gemm_quant": {"plain", "eager"},
-        "gemm_epilogues": {"plain", "eager"}, "gemm_fp8": {"eager"}, "gemm_grouped": {"torch_grouped"},
-        "host": {"torch_mm"}, "host_loop": {"graph"}, "grouped_drawn": {"torch_grouped"},
-        "moe": {"eager", "torch_grouped", "interleaved"}, "moe_drawn": {"eager", "torch_grouped", "batch_invariant"},
-        "router_drawn": {"eager", "tokens"},
-        "router": {"eager", "tokens"}, "router_call": {"eager", "tokens"}, "router_dense": {"dense", "tokens"},
-    }  # fmt: skip
-    for suite, names in expected.items():
-        case = next(case for case in CPU_CASES if case.suite == suite)
-        assert set(measure(case, Bench(Clock(CPU, 1), ROOF)).baselines) == names
-    weights = [case for case in CPU_CASES if case.suite == "gemm_weights"]
-    found = [set(measure(case, Bench(Clock(CPU, 1), ROOF)).baselines) for case in weights]
-    assert found == [{"torch_grouped", "copy"}] + 3 * [{"torch_grouped", "copy", "bf16"}]
-
-
 @pytest.mark.parametrize("problem", [RuntimeError("no\nmemory"), KeyboardInterrupt()])
 def test_measurements_are_kept_one_by_one(problem, tmp_path, monkeypatch, capsys):
     real, seen = runner.measure, []
@@ -130,12 +96,6 @@ def test_measurements_are_kept_one_by_one(problem, tmp_path, monkeypatch, capsys
         assert [m.case for m in load(tmp_path)["cpu"]] == [seen[0]]
 
 
-def test_repeats_are_fixed_beforehand():
-    assert repeat_of("gemm", on_gpu=True) == 100
-    assert repeat_of("moe", on_gpu=True) == 20
-    assert repeat_of("moe", on_gpu=False) == 10
-
-
 def test_the_command_appends_and_prints(tmp_path, capsys):
     for _ in range(2):
         assert main(["gemm", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]) == 0
@@ -145,28 +105,6 @@ def test_the_command_appends_and_prints(tmp_path, capsys):
     assert f"appended to {tmp_path / 'cpu.jsonl'}" in stdout
     assert len(read(tmp_path / "cpu.jsonl")) == 2 * len(names)
     assert [m.case for m in load(tmp_path)["cpu"]] == names
-
-
-def test_nothing_is_written_unasked_and_a_filter_filters(tmp_path, capsys, monkeypatch):
-    from bench import evidence
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evidence, "append", None)
-    arguments = ["router", "--device", "cpu", "--repeat", "1", "--case", "512x8x128"]
-    assert main(arguments) == 0
-    assert not list(tmp_path.iterdir())
-    stdout, stderr = capsys.readouterr()
-    assert sum(line.startswith("router ") for line in stdout.splitlines()) == 1
-    assert "not kept; --out DIR appends them to DIR/<gpu>.jsonl" in stderr
-
-
-def test_a_folder_that_is_a_file_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
-    from bench import runner
-
-    monkeypatch.setattr(runner, "run_cases", None)
-    (tmp_path / "file").touch()
-    assert main(["router", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err == f"envoi: --out: expected a folder, got the file {tmp_path / 'file'}\n"
 
 
 def test_numbers_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch):
@@ -179,13 +117,6 @@ def test_numbers_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypat
     assert (tmp_path / "README.md").read_text() == text
 
 
-def test_list_prints_every_case(capsys):
-    assert main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == sum(len(cases(suite)) for suite in SUITES)
-    assert any(line.endswith("256x512x512 bf16  [cpu]") for line in lines)
-
-
 def test_a_dirty_package_is_recorded_and_said(tmp_path, capsys, monkeypatch):
     from bench import machine
 
@@ -194,34 +125,6 @@ def test_a_dirty_package_is_recorded_and_said(tmp_path, capsys, monkeypatch):
     assert main(arguments) == 0
     assert "recorded as 0123456789ab-dirty" in capsys.readouterr().err
     assert load(tmp_path)["cpu"][0].commit == "0123456789ab-dirty"
-
-
-def measure_on_rank(rank: int, num_ranks: int) -> tuple[dict[str, float], list[str], dict[str, str]]:
-    case = next(case for case in CPU_CASES if isinstance(case.shape, MoeShape))
-    trial = measure(case, Bench(Clock(CPU, 2), ROOF, rank, num_ranks))
-    return trial.error, list(trial.baselines), trial.missing
-
-
-def test_several_ranks_measure_the_same_layer_together():
-    for outcome in run_ranks(2, measure_on_rank):
-        assert not outcome.error, outcome.text
-        error, baselines, missing = outcome.value
-        assert max(error.values()) < MAX_MOE_ERROR["bf16"]
-        assert (baselines, missing) == (["torch_ep"], {})
-
-
-def ideal_on_rank(rank: int, num_ranks: int) -> tuple[float, float]:
-    """Return the bytes of ideal work where rank 1 alone has tokens for each rank's last expert, and its weights'."""
-    layer = moe.make_layer(MoeShape(256, 128, 8, 2, 4, "bf16"), CPU, rank, num_ranks)
-    ids = torch.tensor([[0, 3 if rank else 4], [0, 7 if rank else 4]], dtype=torch.int32).repeat(2, 1)
-    layer = replace(layer, routing=replace(layer.routing, topk_ids=ids))
-    num_bytes, *_ = moe.ideal_work(MoeShape(256, 128, 8, 2, 4, "bf16"), layer)
-    return (num_bytes - 2 * layer.tokens.nbytes) / (3 * 256 * 128 * 2), layer.packed.num_local_experts
-
-
-def test_an_expert_counts_that_any_ranks_tokens_use():
-    for outcome in run_ranks(2, ideal_on_rank):
-        assert outcome.value == (2.0, 4), outcome.text  # experts 0 and 3, 4 and 7
 
 
 def measure_transports(rank: int, num_ranks: int) -> list[tuple[float, set[str], dict, dict]]:
@@ -260,24 +163,6 @@ def test_uneven_routing_is_measured_beside_ranks_as_busy_as_the_busiest():
         assert max(rows) > 1.15 * min(rows)
         assert 0 <= sum(busy) / 2 - max(rows) < 2, "each of two slots: a token more at most"
         assert min(busy) > 0.85 * max(busy)
-
-
-def test_shares_by_zipf_fall_with_the_place():
-    shape = MoeShape(256, 128, 16, 2, 20_000, "bf16", zipf=1.2)
-    routing = moe.make_routing(shape, torch.Generator().manual_seed(0))
-    assert bool((routing.topk_ids[:, 0] != routing.topk_ids[:, 1]).all())
-    rows = torch.bincount(routing.topk_ids.flatten(), minlength=16).sort(descending=True).values.double()
-    shares = torch.arange(1, 17).double() ** -1.2
-    wanted = shares / shares.sum()
-    # The first draw of each token has these shares; the second avoids it, so frequent experts get fewer.
-    assert torch.allclose(rows[4:9] / rows[5:10], wanted[4:9] / wanted[5:10], rtol=0.1)
-    assert 0.5 * wanted[0] < rows[0] / rows.sum() < wanted[0]
-
-
-def test_two_hosts_need_an_even_number_of_ranks():
-    shape = MoeShape(256, 128, 8, 2, 64, "bf16", transport="by host")
-    with pytest.raises(ValueError, match="--nproc-per-node: expected an even number for two hosts, got 3"):
-        moe.open_parallel(shape, SimpleNamespace(packed=None), 3)
 
 
 GPU_CASES = {

@@ -6,6 +6,7 @@ from bench import shapes
 from bench import tuning as suites
 from bench.ahead import shapes_of
 from bench.evidence import SUITES
+from bench.suites import cases
 from envoi import cli
 from envoi.ops.gemm.hopper import tune
 from envoi.runtime.kernel_case import NUM_SMS, kernel_key
@@ -14,7 +15,7 @@ from envoi.tune import problems
 from tools.kernel_cases.gemm_hopper import launch_with
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
-CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
+CASES = [case for name in GEMMS for case in cases(name) if case.on_cuda]
 
 
 def test_the_list_has_every_gemm_once(capsys):

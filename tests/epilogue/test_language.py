@@ -2,6 +2,7 @@
 
 import fractions
 import gc
+import inspect
 import math
 import operator
 import random
@@ -59,6 +60,7 @@ from envoi.epilogues import (
     total_absmax,
     total_max,
     total_sum,
+    vocabulary,
     where,
 )  # fmt: skip
 from envoi.epilogues.library import (
@@ -591,6 +593,22 @@ def test_refusals_name_the_line_and_the_reason(name):
     assert re.fullmatch(re.escape(__file__) + r":\d+", where_), caught.value
     assert reason in text
     assert line.strip() == LINES[int(where_.rpartition(":")[2]) - 1].strip()
+
+
+def hint_for(attribute: str) -> str:
+    with pytest.raises(EpilogueError) as caught:
+        epilogue(lambda acc: getattr(acc, attribute))
+    return str(caught.value).splitlines()[0].partition(f"has no attribute {attribute!r}; ")[2]
+
+
+def test_hints_name_functions_of_the_language_alone():
+    own = inspect.getmembers(vocabulary, lambda x: getattr(x, "__module__", "") == vocabulary.__name__)
+    functions = {name for name, thing in own if inspect.isfunction(thing) and name[0] != "_"}
+    for name in functions:
+        assert re.search(rf"\b{name}\(x", hint_for(name)), name
+    for name in {*TABLE, "torch", "Any", "refuse"} - functions:
+        named = set(re.findall(r"(\w+)\(", hint_for(name)))
+        assert named <= functions | {"abs"}, name
 
 
 IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor", "lshift", "rshift")

@@ -3,14 +3,12 @@
 With --jobs the cases run in so many processes, within --limit-s in all; each operator gets an equal share of the time
 that is left. On an H200 with 16 CPUs:
 
-    python -m tests.fuzz all --count 10000 --jobs 14 --limit-s 570 --record bench/promises/fuzz.jsonl
+    python -m tests.fuzz all --count 10000 --jobs 14 --limit-s 570
 """
 
 import argparse
 import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -30,16 +28,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="cases of each operator; a fifth over ranks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", choices=SIZES, default=None, help="default: medium; with a GPU large but for layers")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each operator")
-    parser.add_argument("--more", action="store_true", help="begin after the seeds of which --record has right runs")
-    parser.add_argument("--commit", help="what to record; default: as git says")
     parser.add_argument("--jobs", type=int, default=1, help="processes; with more than one, seeds come in families")
     parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 50 with --jobs")
     parser.add_argument("--limit-s", type=float, default=1e9, help="with --jobs: end what still runs after so long")
-    options = parser.parse_args(given)
-    if options.more and options.record is None:
-        parser.error("--more: expected --record FILE, whose seeds are left out")
-    return options
+    return parser.parse_args(given)
 
 
 def sizes_of(options: argparse.Namespace, operator: str) -> str:
@@ -52,36 +44,25 @@ def family_of(options: argparse.Namespace) -> int:
     return options.family or (run.FAMILY if options.jobs > 1 else 1)
 
 
-def end_of_seeds(options: argparse.Namespace, name: str) -> int:
-    """Return the seed after the last case of an operator."""
-    whole = options.count // 5 if name in LAYERS_OF_RANKS and options.jobs > 1 else options.count
-    return options.seed + whole
+def count_of(options: argparse.Namespace, name: str) -> int:
+    """Return the number of an operator's cases."""
+    return options.count // 5 if name in LAYERS_OF_RANKS and options.jobs > 1 else options.count
 
 
-def first_seed(options: argparse.Namespace, name: str) -> int:
-    """Return the seed of an operator's first case: with --more the first that --record's file has no right run of."""
-    kind = name, options.device, sizes_of(options, name), family_of(options)
-    right = [r for r in run.read(options.record) if r.kind == kind and not r.wrong] if options.more else []
-    done, end = set().union(*(r.seeds for r in right)), end_of_seeds(options, name)
-    return next((seed for seed in range(options.seed, end) if seed not in done), end)
-
-
-def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> list[run.Span]:
-    """Run an operator's cases from a seed on and print findings; return the `run.spans` of seeds that were run."""
+def run_operator(options: argparse.Namespace, name: str, limit_s: float) -> tuple[int, int]:
+    """Run an operator's cases and print findings; return how many were run and how many were wrong."""
     family = family_of(options)
-    whole = end_of_seeds(options, name) - seed
-    given = name, seed, whole, sizes_of(options, name), options.device
+    given = name, options.seed, count_of(options, name), sizes_of(options, name), options.device
     if options.jobs == 1:
-        count = _print(run.findings(*given, family))
-        return [(seed, whole, count)] if whole else []
+        return count_of(options, name), _print(run.findings(*given, family))
     jobs = max(1, options.jobs // MOST_RANKS) if name == parallel.RANKS else options.jobs
-    ended = []
+    num_done = num_wrong = 0
     for part, found in run.in_parallel(run.parts_of(*given, family), jobs, limit_s):
         if found is None:
             print(f"{name}: ended by the limit, not counted: seeds {part.seed} to {part.seed + part.count - 1}")
         else:
-            ended.append((part.seed, part.count, _print(found)))
-    return run.spans(ended)
+            num_done, num_wrong = num_done + part.count, num_wrong + _print(found)
+    return num_done, num_wrong
 
 
 def _print(findings) -> int:
@@ -99,21 +80,11 @@ def main(given: list[str] | None = None) -> int:
     end, total = time.monotonic() + options.limit_s, 0
     for place, name in enumerate(names):
         start = time.monotonic()
-        seed = first_seed(options, name)
-        spans = run_operator(options, name, seed, (end - start) / (len(names) - place))
-        done, wrong = sum(count for _, count, _ in spans), sum(wrong for *_, wrong in spans)
+        done, wrong = run_operator(options, name, (end - start) / (len(names) - place))
         seconds = time.monotonic() - start
         rate = f", {done / seconds:.1f} cases a second" if options.jobs > 1 else ""
-        print(f"{name}: {wrong} of {done} cases wrong, seeds from {seed}, {seconds:.1f} s{rate}", flush=True)
-        if options.record and spans:
-            options.record.parent.mkdir(parents=True, exist_ok=True)
-            kind = sizes_of(options, name), options.device
-            records = [
-                run.record_of(name, first, count, *kind, wrong, family_of(options), seconds * count / done)
-                for first, count, wrong in spans
-            ]
-            run.append(options.record, [replace(each, commit=options.commit or each.commit) for each in records])
-        total += wrong + (done == 0 and seed < end_of_seeds(options, name))
+        print(f"{name}: {wrong} of {done} cases wrong, seeds from {options.seed}, {seconds:.1f} s{rate}", flush=True)
+        total += wrong + (done == 0 < count_of(options, name))
     return int(total > 0)
 
 

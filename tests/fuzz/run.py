@@ -1,25 +1,17 @@
-"""Runs of random cases, findings, and lines of a record."""
+"""Runs of random cases, and findings."""
 
-import datetime
-import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
-
-from bench import machine
 from tests.fuzz import experts, indexer, parallel, products, quantising, routing
 from tests.fuzz.draw import Case, Draw
-from tests.helpers.ranks import gpu_ranks
 from tools.in_processes import in_processes
 
 BATCH = 25  # cases that are drawn, run and judged together
 BATCH_OF_RANKS = 200  # ranks in processes start once for a batch, which takes longer than a dozen cases
 HANGS, HANGS_S = 4.0, 20.0  # times that a part takes longer than all others if it hangs, and seconds at least
 FAMILY = 50  # seeds that share kernels where so many cases are run that compiling would take the time
-Span = tuple[int, int, int]  # of seeds: the first, how many, how many of their cases are wrong
 
 
 @dataclass(frozen=True)
@@ -47,56 +39,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.operator} seed {self.seed}: {self.text}\n    {self.problem}\n    {self.command}"
-
-
-@dataclass(frozen=True)
-class Record:
-    """Line of a record: one run of `count` cases from `seed` on. num_gpus: 0 in lines that don't say."""
-
-    operator: str
-    device: str
-    machine: str
-    commit: str
-    seed: int
-    count: int
-    wrong: int
-    sizes: str
-    date: str
-    family: int = 1
-    seconds: float = 0.0
-    num_gpus: int = 0
-
-    @property
-    def where(self) -> str:
-        """Machine, with the number of its GPUs that cases were run on if it is known, commit and date."""
-        return f"{f'{self.num_gpus} x ' * bool(self.num_gpus)}{self.machine}, `{self.commit}`, {self.date}"
-
-    @property
-    def kind(self) -> tuple[str, str, str, int]:
-        """Operator, device, sizes and family: the cases of a seed depend on them."""
-        return self.operator, self.device, self.sizes, self.family
-
-    @property
-    def seeds(self) -> set[int]:
-        """Seeds that were run."""
-        return set(range(self.seed, self.seed + self.count))
-
-
-def read(path: Path) -> list[Record]:
-    """Read a record's lines; none if there is no such file."""
-    return [Record(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def kept(records: Iterable[Record]) -> list[Record]:
-    """Return the runs of each operator's last kind, without those whose seeds later ones had."""
-    found: list[Record] = []
-    later: dict[str, tuple[tuple, set[int]]] = {}  # by operator: the last kind, and the seeds that later runs had
-    for record in reversed(list(records)):
-        kind, seeds = later.setdefault(record.operator, (record.kind, set()))
-        if record.kind == kind and not record.seeds <= seeds:
-            found.append(record)
-            seeds |= record.seeds
-    return found[::-1]
 
 
 def attempt(case: Case) -> Any:
@@ -207,35 +149,3 @@ def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[
         else:
             slowest = max(slowest, done.seconds)
             yield part, done.result
-
-
-def spans(parts: Iterable[Span]) -> list[Span]:
-    """Join spans of seeds that follow one another, in the order of their seeds; none has a seed of another."""
-    found: list[Span] = []
-    for seed, count, wrong in sorted(parts):
-        if found and sum(found[-1][:2]) == seed:
-            first, before, wrong_before = found.pop()
-            found.append((first, before + count, wrong_before + wrong))
-        else:
-            found.append((seed, count, wrong))
-    return found
-
-
-def record_of(
-    operator: str, seed: int, count: int, sizes: str, device: str, wrong: int, family: int = 1, seconds: float = 0.0
-) -> Record:  # fmt: skip
-    """Describe a run."""
-    return Record(
-        operator, device, machine.device_name(device), machine.commit(), seed, count, wrong, sizes,
-        datetime.date.today().isoformat(), family, round(seconds, 1), _num_gpus(operator) if device == "cuda" else 0,
-    )  # fmt: skip
-
-
-def _num_gpus(operator: str) -> int:
-    return min(gpu_ranks(), torch.cuda.device_count()) if operator == parallel.RANKS else 1
-
-
-def append(path: Path, records: Iterable[Record]) -> None:
-    """Append one JSON line for each run."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)

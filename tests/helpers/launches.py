@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch, prepared
@@ -15,11 +14,6 @@ from tools.machine_code import ptx
 from tools.machine_code.compile import compile_launch
 
 PACKAGE = "envoi."
-
-
-def ptxas_version() -> str:
-    """Return the version of the assembler that Triton uses; the PTX depends on it."""
-    return knobs.nvidia.ptxas.version
 
 
 @contextmanager

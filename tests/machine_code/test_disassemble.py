@@ -1,7 +1,5 @@
 """Parser on stored text, families on single opcodes, and the error if no tool decodes an architecture."""
 
-import re
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from envoi.runtime.program import Launch
 from tests.machine_code import kernels
 from tests.machine_code.snippets import NVDISASM
 from tools.kernel_cases import kernel_cases
-from tools.machine_code import count, disassemble, isolate, together
+from tools.machine_code import count, disassemble, together
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.together import disassemble_together, functions_of
 
@@ -50,36 +48,6 @@ def test_families_of_the_snippet():
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "family"),
-    [
-        ("HGMMA QGMMA IGMMA BGMMA HMMA IMMA QMMA DMMA UTCHMMA UTCQMMA UTCOMMA UTCIMMA", "tensor core"),
-        ("UTMASTG UTMAREDG", "TMA store"),
-        ("STTM", "tensor memory store"),
-        ("LEPC CALL", "helper call"),
-        ("BAR SYNCS UTCBAR WARPSYNC UCGABAR_WAIT", "barrier"),
-        ("LDG LD", "global load"),
-        ("STG ST", "global store"),
-        ("RED REDG ATOM ATOMG", "global atomic"),
-        ("LDS LDSM", "shared load"),
-        ("STS STSM", "shared store"),
-        ("USETMAXREG", "register budget"),
-        ("SHFL", "shuffle"),
-        ("F2F F2FP F2I I2F I2FP", "convert"),
-        ("FADD FFMA FFMA2 FMNMX FSETP", "float arithmetic"),
-    ],
-)
-def test_names_belong_to_one_family(names, family):
-    for name in names.split():
-        assert count.family_of(f"{name}.X") == family
-        assert [title for title, pattern in count.FAMILIES.items() if re.fullmatch(pattern, name)] == [family], name
-
-
-@pytest.mark.parametrize("name", ["MOV", "R2UR", "LDC", "ULDC", "LDCU", "BRA", "EXIT", "IMAD", "UTCATOMSWS", "REDUX"])
-def test_the_rest_is_only_in_the_total(name):
-    assert count.family_of(name) is None
-
-
 def fake_tool(path, script):
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -96,16 +64,6 @@ def test_words_where_nothing_decodes_the_architecture(tmp_path, monkeypatch):
     assert str(refusal.value).startswith(
         "nothing here disassembles sm_103 (lost 12.8: Cannot decode 'SM103a'; mute 12.8: printed no instruction); pip"
     )
-
-
-def test_a_chosen_disassembler_has_to_be_there(monkeypatch, tmp_path):
-    monkeypatch.setenv("NVDISASM", str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match="NVDISASM: expected the path of nvdisasm"):
-        disassemble.disassemblers()
-    monkeypatch.setenv("NVDISASM", __file__)
-    assert [path.name for path in disassemble.disassemblers()] == ["test_disassemble.py"]
-    with pytest.raises(ValueError, match="can't be run"):
-        isolate.run_on(disassemble.disassemblers()[0], ("-c",), b"")
 
 
 def test_kernels_together_are_as_each_alone():

@@ -1,10 +1,5 @@
 """Hash of what a kernel is compiled from: what changes it, and what doesn't."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,12 +59,6 @@ def test_an_edit_changes_it(kernel, module, old, new, edited):
         assert gate.source_of("ep-mark", "sm_90") == elsewhere
 
 
-def test_the_tools_are_in_it(edited):
-    before = gate.source_of(KERNELS[0], "sm_90")
-    edited("tools.machine_code.count", '"shuffle"', '"shuffles"')
-    assert gate.source_of(KERNELS[0], "sm_90") != before
-
-
 def test_text_of_an_epilogue_arguments_options_and_architecture_are_in_it():
     launch = gate.cases()[KERNELS[0]].launch()
     lowered = next(value for value in launch.arguments if isinstance(value, Lowered))
@@ -89,23 +78,6 @@ def test_comments_docstrings_and_places_are_not_in_it(edited):
     edited("envoi.ops.gemm.hopper.mainloop", '"""', '"""Moved and said otherwise.\n\n')
     edited("envoi.ops.gemm.hopper.consumer", "import", "# a comment\n\nimport")
     assert gate.source_of(KERNELS[0], "sm_90") == before
-
-
-def test_it_is_the_same_in_another_folder_and_process(tmp_path):
-    for folder in ("src", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in tmp_path.rglob("*.py"):
-        path.write_text(f"# moved\n\n{path.read_text()}")
-    program = "import json, sys; from tools.machine_code import gate; print(gate.__file__);"
-    program += f"print(json.dumps([gate.source_of(name, 'sm_90') for name in {KERNELS[::-1]}]))"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    file, found = done.stdout.splitlines()
-    assert Path(file).is_relative_to(tmp_path)
-    assert json.loads(found) == [gate.source_of(name, "sm_90") for name in KERNELS[::-1]]
 
 
 def test_it_reads_all_that_triton_reads(monkeypatch):

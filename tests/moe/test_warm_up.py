@@ -32,6 +32,7 @@ from envoi.runtime.kernel_case import kernel_key
 from envoi.runtime.rehearsal import find, launches_of
 from envoi.types import Routing
 from envoi.warming import RouterCall
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import reglu
 
@@ -93,7 +94,7 @@ def drawn_layer(draw: random.Random, format: str, **fixed):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_slow(range(3), [0]))
 def test_no_call_launches_what_was_not_compiled(launched, format, seed):
     draw = random.Random(f"{format} {seed}")
     layer, k = drawn_layer(draw, format)
@@ -108,7 +109,7 @@ def test_no_call_launches_what_was_not_compiled(launched, format, seed):
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))
 @pytest.mark.parametrize("presum", [False, True])
 def test_no_call_across_ranks_does(launched, format, presum):
     draw = random.Random(f"{format} {presum}")
@@ -161,7 +162,7 @@ def test_arguments_of_any_form_are_brought_into_the_one_that_is_compiled_for():
     assert all(x is y for x, y in zip(compiled_form(*same, 5), same, strict=True))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))
 @pytest.mark.parametrize("presum", [False, True])
 @pytest.mark.parametrize("hosts", [(), tuple("aabb"), tuple("abcd")], ids=["gathered", "pairs", "alone"])
 def test_no_call_around_collectives_does(launched, format, presum, hosts):
@@ -220,7 +221,7 @@ def test_more_tokens_need_more(launched):
     assert compiled([call], 8) < compiled([call], 2000)
 
 
-@pytest.mark.parametrize("how", ["by workers", "without processes", "workers that fail"])
+@pytest.mark.parametrize("how", mostly_slow(["by workers", "without processes", "workers that fail"], ["by workers"]))
 def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, how):
     # Another format for each: this process remembers what it has compiled.
     format, num_topk = {

@@ -1,25 +1,21 @@
-"""Command `python -m tests.promises`: prove what Envoi promises, and write the page that says so.
+"""Command `python -m tests.promises`: prove what docs/promises.md says.
 
     same-bits   every operator and format: run to run, other rows, prepared or plain, graph or eager, number of ranks
     soak        many expert-parallel calls: changing tokens, routing and skew, graphs, two objects, two streams
     faults      ranks that are killed, stopped or late, refuse their arguments or run out of memory
     sanitize    compute-sanitizer's tools over every kernel
-    page        docs/promises.md from bench/promises
 
 Exit status 1 if anything is wrong.
 """
 
 import argparse
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from envoi.quant import FORMATS
 from tests.helpers.ranks import gpu_ranks
-from tests.promises import evidence, faults, page, sanitize, soak, sweep
-from tests.promises.evidence import Run
+from tests.promises import faults, sanitize, soak, sweep
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -32,9 +28,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         ("same-bits", sweep.run), ("soak", soak.run), ("faults", faults.run), ("sanitize", sanitize.run),
     ):  # fmt: skip
         command = commands.add_parser(name)
-        command.set_defaults(run=run, record_to=evidence.FOLDER / f"{name.replace('-', '_')}.jsonl")
-        command.add_argument("--record", nargs="?", const=True, metavar="FILE", help="default: in bench/promises")
-        command.add_argument("--commit", help="what to record; default: as git says")
+        command.set_defaults(run=run)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument(
             "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
@@ -51,30 +45,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     commands.choices["faults"].add_argument("--only", nargs="*", default=[], metavar="FAULT")
     commands.choices["faults"].add_argument("--jobs", type=int, default=4, help="faults at a time")
     commands.choices["faults"].add_argument("--timeout-s", type=float, default=6.0, help="of ExpertParallel")
-    commands.choices["sanitize"].add_argument(
-        "--more", action="store_true", help="only programs of which --record has no right run yet"
-    )
     commands.choices["sanitize"].add_argument("--tools", nargs="*", default=list(sanitize.TOOLS))
-    written = commands.add_parser("page")
-    written.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page is another")
     return parser.parse_args(given)
 
 
 def main(given: list[str] | None = None) -> int:
     """Run a command line; return the exit status."""
     options = arguments(given)
-    if options.command == "page":
-        return page.write(options.check)
-    if options.record is True:
-        options.record = str(options.record_to)
-    runs: list[Run] = []
+    num_runs = num_wrong = 0
     for run in options.run(options):
-        run = replace(run, commit=options.commit or run.commit)
-        print(f"{run.promise}: {run.wrong} of {run.count} wrong, {run.seconds:g} s {run.text}".rstrip(), flush=True)
-        runs.append(run)
-        if options.record:  # at once: a lost machine loses little
-            evidence.append(Path(options.record), [run])
-    return int(options.incomplete or not runs or any(run.wrong for run in runs))
+        print(f"{run.promise}: {run.wrong} of {run.count} wrong, {run.seconds:.1f} s {run.text}".rstrip(), flush=True)
+        num_runs, num_wrong = num_runs + 1, num_wrong + run.wrong
+    return int(options.incomplete or not num_runs or num_wrong > 0)
 
 
 if __name__ == "__main__":

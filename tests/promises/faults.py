@@ -36,7 +36,7 @@ from tests.helpers.ranks import Outcome, own_device, run_ranks, share_gpus
 from tests.moe.layers import make
 from tests.moe.parallel.cases import hear, say
 from tests.moe.parallel.test_nvlink_gpu import MISTAKES, wrong
-from tests.promises.evidence import Run, run_of
+from tests.promises.evidence import Run
 
 VICTIM = 1
 KINDS = ("killed", "stopped", "late")
@@ -411,7 +411,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     with ThreadPoolExecutor(options.jobs) as pool:
         given = pool.map(lambda setting: run_one(setting, options.ranks), chosen)
         for setting, count, wrong_ones, text, spent in given:
-            yield run_of(setting.name, count, wrong_ones, spent, options.device, options.ranks, text)
+            yield Run(setting.name, count, wrong_ones, spent, text)
 
 
 def matches(setting: Setting, only: list[str]) -> bool:

@@ -1,6 +1,6 @@
 """compute-sanitizer's tools over every kernel, in parallel processes, and which kernels no tool has watched.
 
-    python -m tests.promises sanitize --jobs 12 --record
+    python -m tests.promises sanitize --jobs 12
 
 Programs (`tests.promises.sanitized`) launch each kernel family on few rows and on many, in every format, and every
 config of the Hopper GEMM. Each tool has to find an error that is planted for it, else it watches nothing.
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import IO
 
 import torch
 
-from tests.promises.evidence import Run, read_files, run_of
+from tests.promises.evidence import Run
 from tests.promises.hazards import races_in, word_places
 from tools.machine_code.role_table import RoleTable
 
@@ -44,7 +44,6 @@ RACE = "Error: Race reported"
 PLANTED = "the error planted for it"
 OF_ROLES = "reports of accesses to Triton's own table of roles"
 OF_WORDS = "reports of words that mbarriers hand over"
-LINE = re.compile(rf"(\d+) kernels of (.+?)(?:; (\d+) {OF_ROLES})?(?:; (\d+) {OF_WORDS})?(?:; (\d+) warnings)?")
 NOTHING_SAID = {"right": False, "launched": [], "role_tables": {}}  # by a program that was ended
 
 
@@ -69,7 +68,7 @@ class Watched:
 
     @property
     def line(self) -> str:
-        """Return what is wrong, or the kernels that were watched: see `totals`."""
+        """Return what is wrong, or the kernels that were watched."""
         text = f"{sum(map(len, self.kernels.values()))} kernels of {', '.join(sorted(self.kernels))}"
         return self.problem or "; ".join([text, *counted_apart(self)])
 
@@ -172,13 +171,6 @@ def registered() -> set[str]:
     return {f"{fn.__module__}.{fn.__name__}" for fn in kernels}
 
 
-def right_programs(record: Path, tool: str) -> dict[str, str]:
-    """Return the programs whose last run in a file was right, each with its line: see `Watched.line`."""
-    found = read_files([record] if record.exists() else []).items()
-    start = f"sanitizers/{tool}/"
-    return {name.removeprefix(start): run.text for name, run in found if name.startswith(start) and not run.wrong}
-
-
 def gpus() -> list[str]:
     """Return the GPUs that programs share, as CUDA_VISIBLE_DEVICES names each."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -194,33 +186,26 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     if not wanted:
         raise ValueError(f"--only: expected a part of a program's name, got {', '.join(options.only)}")
     for tool in options.tools:
-        known = right_programs(Path(options.record), tool) if options.more and options.record else {}
-        names = [name for name in wanted if name not in known]
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
         planted = watch(path, tool, f"planted {tool}", max(1.0, min(TIMEOUT_S, end - start)))
         said = "" if planted.errors else f"{tool} didn't find the error planted for it: {'; '.join(planted.notes)}"
-        yield run_of(
-            f"sanitizers/{tool}/{PLANTED}", 1, int(bool(said)), time.monotonic() - start, options.device, 1, said
-        )
+        yield Run(f"sanitizers/{tool}/{PLANTED}", 1, int(bool(said)), time.monotonic() - start, said)
         found: dict[str, Watched] = {}
         if planted.errors:
             with ThreadPoolExecutor(options.jobs) as pool:
                 watching = {
                     pool.submit(watch_by, end, path, tool, name, gpu): name
-                    for name, gpu in zip(names, itertools.cycle(gpus()))
+                    for name, gpu in zip(wanted, itertools.cycle(gpus()))
                 }
                 for future in as_completed(watching):  # what has ended is recorded at once
                     name, result = watching[future], future.result()
                     if result is not None:
                         found[name] = result
-                        yield run_of(
-                            f"sanitizers/{tool}/{name}", 1, int(bool(result.problem)), result.seconds, options.device,
-                            1, result.line,
-                        )  # fmt: skip
-        left = [name for name in names if name not in found]
-        watched = totals(known.values()).names.union(*(result.kernels for result in found.values()))
-        missing = sorted(registered() - watched)
+                        wrong = int(bool(result.problem))
+                        yield Run(f"sanitizers/{tool}/{name}", 1, wrong, result.seconds, result.line)
+        left = [name for name in wanted if name not in found]
+        missing = sorted(registered().difference(*(result.kernels for result in found.values())))
         print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
         print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
         options.incomplete |= bool(left)
@@ -240,26 +225,7 @@ def watch_by(end: float, path: str, tool: str, program: str, gpu: str) -> Watche
     return found
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over programs' lines; a kernel that several programs launch counts in each of them."""
-
-    kernels: int
-    names: frozenset[str]
-    of_roles: int
-    of_words: int
-    warnings: int
-
-
-def counted_apart(found: Watched | Totals) -> list[str]:
+def counted_apart(found: Watched) -> list[str]:
     """Return in words what isn't among the errors, each kind of which there is some."""
     counts = (found.of_roles, OF_ROLES), (found.of_words, OF_WORDS), (found.warnings, "warnings")
     return [f"{count} {what}" for count, what in counts if count]
-
-
-def totals(lines: Iterable[str]) -> Totals:
-    """Add up programs' lines, as `Watched.line` writes them."""
-    found = [match for match in map(LINE.fullmatch, lines) if match]
-    kernels, of_roles, of_words, warnings = (sum(int(match[group] or 0) for match in found) for group in (1, 3, 4, 5))
-    names = frozenset(name for match in found for name in match[2].split(", "))
-    return Totals(kernels, names, of_roles, of_words, warnings)

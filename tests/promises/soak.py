@@ -43,7 +43,7 @@ import envoi
 from envoi.types import Routing
 from tests.helpers.ranks import own_device, run_ranks, share_gpus
 from tests.moe.layers import make
-from tests.promises.evidence import Run, run_of
+from tests.promises.evidence import Run
 from tests.promises.same_bits import same
 
 BLOCK = 500  # calls between two checks
@@ -436,29 +436,28 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     errors = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]
     spent = time.monotonic() - start
     if errors:
-        yield run_of("soak/bits", options.calls, options.calls, spent, device, options.ranks, errors[0])
+        yield Run("soak/bits", options.calls, options.calls, spent, errors[0])
         return
     found = [outcome.value for outcome in outcomes]
     made, slack = found[0].calls, GPU_SLACK if device == "cuda" else CPU_SLACK
     checked, wrong = sum(x.checked for x in found), sum(x.wrong for x in found)
     text = f"{made} calls on {options.ranks} ranks by {' and '.join(found[0].exchange)}, {options.format}"
-    yield run_of("soak/bits", checked, wrong, spent, device, options.ranks, text)
+    yield Run("soak/bits", checked, wrong, spent, text)
     grown = [x.grown for x in found]
     text = f"at most {max(grown) / 2**20:.1f} MiB more on a rank after {made} calls than after {SETTLED:.0%} of them"
     too_much = sum(x > slack for x in grown)
-    yield run_of("soak/memory", options.ranks, too_much, spent, device, options.ranks, text)
+    yield Run("soak/memory", options.ranks, too_much, spent, text)
     print(f"load on rank 0: {found[0].load}")
     if share_gpus(options.ranks, device):
         return
     n, paused, most_s = summed([x.pauses for x in found])
     text = f"a call took {1e3 * most_s:.1f} ms more than the median of those like it at most"
-    yield run_of("soak/pauses", n, paused, spent, device, options.ranks, text)
+    yield Run("soak/pauses", n, paused, spent, text)
     yield from run_of_times(found, spent, options)
 
 
 def run_of_times(found: list[Found], spent: float, options: argparse.Namespace) -> Iterator[Run]:
     """Yield the runs of the times of calls that are alone."""
-    device = options.device
     apart = REPLAYED, LATE.format(REPLAYED), ALONE, LATE.format(ALONE), HOST, OF_TORCH
     kinds = dict.fromkeys((*KINDS, *apart))
     counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in kinds}
@@ -469,7 +468,7 @@ def run_of_times(found: list[Found], spent: float, options: argparse.Namespace) 
         ("soak/times from graphs", replayed, late_replayed, in_a_row), ("soak/times", launched, late, ""),
     ):  # fmt: skip
         text = f"the slowest took {worst:.2f} times the median of those like it; {left_out[0]} left out{more}"
-        yield run_of(name, n, slow, spent, device, options.ranks, text)
+        yield Run(name, n, slow, spent, text)
     (n, slow, worst), (n_others, slow_others, worst_other) = host, of_torch
     text = (
         f"a host took over {MOST_TIMES:g} times its median in {slow} of {n} calls, {worst:.1f} times at most, and in "
@@ -477,7 +476,7 @@ def run_of_times(found: list[Found], spent: float, options: argparse.Namespace) 
     )
     wrong = max(more_often(slow, slow_others), int(worst > max(STALL, worst_other)))
     if n:
-        yield run_of("soak/host", n, wrong, spent, device, options.ranks, text)
+        yield Run("soak/host", n, wrong, spent, text)
 
 
 def more_often(slow: int, slow_others: int) -> int:

@@ -8,8 +8,8 @@ import torch
 
 from envoi.check import expect_choice
 from envoi.quant import FORMATS
-from tests.helpers.ranks import MOST_RANKS, gpu_ranks
-from tests.promises.evidence import Run, run_of
+from tests.helpers.ranks import MOST_RANKS
+from tests.promises.evidence import Run
 from tests.promises.ranks import compare_ranks
 from tests.promises.same_bits import CHECKS, ON_GPU_ONLY, Result
 from tests.promises.subjects import MAKERS, Subject, subject
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     for key, result in found.items():
         if not any(key.endswith(f"/{' '.join(name.split()[:2])}") for name in missing):  # only whole formats count
             spent = time.monotonic() - start
-            yield run_of(key, result.count, result.wrong, spent, options.device, text=result.text)
+            yield Run(key, result.count, result.wrong, spent, result.text)
     if missing:
         options.incomplete = True
         print(f"not run within {options.limit_s:g} s: {', '.join(missing)}")
@@ -82,7 +82,7 @@ def number_of_ranks(options: argparse.Namespace, limit_s: float) -> Iterator[Run
         name = f"{RANKS} {done.task[0]}"
         result = done.result or Result(draws, draws, done.error)
         key = f"same bits/number of ranks/{name}"
-        yield run_of(key, result.count, result.wrong, done.seconds, options.device, gpu_ranks(), result.text)
+        yield Run(key, result.count, result.wrong, done.seconds, result.text)
     if wanted:
         options.incomplete = True
         print(f"not run within {options.limit_s:g} s: {RANKS} {', '.join(wanted)}")

@@ -4,10 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.helpers.ranks import Outcome
-from tests.promises.faults import STEPS, Setting, Told, judge, run_one, settings
+from tests.promises.faults import Setting, Told, judge, run_one
 
 TIMEOUT_S = 6.0
 SOME = [
@@ -24,21 +23,6 @@ def test_over_gloo():
     for setting, count, wrong, text, _ in found:
         assert (wrong, text) == (0, ""), setting.name
         assert count == (2 if setting.fault == "killed" else 3), setting.name
-
-
-def test_every_stage_has_every_fault(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    found = settings("cuda", TIMEOUT_S, 4)
-    assert len({setting.name for setting in found}) == len(found)
-    for exchange in ("memory", "gathered", "hosts", "counted"):
-        stages = {"opening", "call", *STEPS[exchange]} | ({"replay"} if exchange != "counted" else set())
-        for fault in ("killed", "stopped", "late"):
-            assert {s.stage for s in found if (s.fault, s.exchange) == (fault, exchange)} == stages
-    assert {s.fault for s in found} >= {"wrong arguments", "out of memory"}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = settings("cuda", TIMEOUT_S, 4)
-    assert {s.exchange for s in found} == {"memory"}
-    assert {s.fault for s in found} == {"killed", "stopped", "late", "wrong arguments"}
 
 
 NAMED = Told("PeerTimeout", "dispatch: rank 1 is lost", (1,), None, 3.0, True)

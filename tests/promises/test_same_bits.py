@@ -17,9 +17,8 @@ from envoi.ops.gemm.hopper.tune import choose, use_measured
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.quant import quantize
 from envoi.runtime.program import without_memory
-from tests.promises.__main__ import main
 from tests.promises.ranks import compare_ranks
-from tests.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same, some_rows
+from tests.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same
 from tests.promises.subjects import GEMM_SCHEMES, MAKERS, Sizes, Subject, square_sums, subject
 
 BF16 = torch.bfloat16
@@ -60,16 +59,6 @@ def test_bits_are_compared_and_not_numbers():
     assert not same([torch.tensor([0.0])], [torch.tensor([-0.0])])
     assert not same([torch.tensor([1])], [torch.tensor([1.0])])
     assert same([torch.tensor([float("nan")])], [torch.tensor([float("nan")])])
-
-
-def test_draws_have_few_rows_and_many():
-    draw, sizes, rows_of = random.Random(0), set(), subject("route qwen3-moe bf16", CPU)
-    for _ in range(200):
-        rows = some_rows(draw, rows_of, CPU)
-        assert 0 <= int(rows.min()) <= int(rows.max()) < rows_of.rows
-        sizes.add(len(rows))
-    assert {1, 2, rows_of.rows} <= sizes
-    assert len(sizes) > 40
 
 
 def planned(M: int, N: int, K: int, epilogue, grouping, operands=None):
@@ -174,18 +163,3 @@ def test_anything_but_a_bool_is_refused(call):
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_the_number_of_ranks(format):
     assert compare_ranks(format, 0, 4, CPU) == Result(4, 0)
-
-
-def test_only_a_format_of_ranks(capsys):
-    assert main(["same-bits", "--device", "cpu", "--only", "ExpertParallel mxfp4", "--draws", "1"]) == 0
-    found = capsys.readouterr().out.splitlines()
-    assert len(found) == 1
-    assert found[0].startswith("same bits/number of ranks/ExpertParallel mxfp4: 0 of 4 wrong")
-
-
-def test_ranks_that_the_limit_ended(capsys):
-    only = ["same-bits", "--device", "cpu", "--only"]
-    assert main([*only, "ExpertParallel bf16", "--limit-s", "0.2"]) == 1
-    assert "not run within 0.2 s: ExpertParallel bf16" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="^--only: expected one of 'ExpertParallel', "):
-        main([*only, "ExpertParallel bf61"])

@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import os
-import re
 import stat
 import time
-from dataclasses import replace
 
 import pytest
 
 from tests.helpers.processes import ends
-from tests.promises import evidence, sanitize
+from tests.promises import sanitize
 from tests.promises import test_hazards as races
-from tests.promises.sanitize import PLANTED, Watched, errors_in, registered, watch
+from tests.promises.sanitize import PLANTED, errors_in, watch
 
 FAKE = """#!/bin/sh
 # Stands for compute-sanitizer: --tool T .. --log-file F .. python -m module [--role-tables] PROGRAM SAID
@@ -51,8 +48,8 @@ def fake(tmp_path, monkeypatch):
 
 
 def options(**changes) -> argparse.Namespace:
-    usual = {"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu", "more": False}
-    return argparse.Namespace(**(usual | {"record": None, "incomplete": False} | changes))
+    usual = {"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu"}
+    return argparse.Namespace(**(usual | {"incomplete": False} | changes))
 
 
 def test_a_log_without_a_summary_is_not_a_green_one():
@@ -92,20 +89,6 @@ def test_a_tool_that_misses_the_planted_error_watches_nothing(fake, monkeypatch,
     assert "not run for want of time: good, fine" in capsys.readouterr().out
 
 
-def test_kernels_that_nothing_launched_are_listed(fake, capsys):
-    list(sanitize.run(options()))
-    missing = registered() - {NAME}
-    assert f"kernels that weren't watched: {', '.join(sorted(missing))}" in capsys.readouterr().out
-    assert len(missing) > 20
-
-
-def test_programs_that_the_time_does_not_allow_are_listed(fake, capsys):
-    given = options(limit_s=0.0)
-    list(sanitize.run(given))
-    assert given.incomplete
-    assert "not run for want of time: good, fine" in capsys.readouterr().out
-
-
 def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
     monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "slow")))
@@ -115,15 +98,6 @@ def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path
     assert (planted.wrong, good.wrong, good.promise) == (0, 0, "sanitizers/memcheck/good") and given.incomplete
     assert "not run for want of time: slow" in capsys.readouterr().out
     assert ends(int((tmp_path / "sleeper").read_text()))
-
-
-def test_what_a_tool_said_before_the_limit_is_not_lost(fake, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
-    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "hung")))
-    _, good, hung = sanitize.run(options(limit_s=3.0))  # as they end
-    assert (good.wrong, hung.wrong) == (0, 1)
-    assert hung.text.startswith("hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes")
-    assert "hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -154,14 +128,6 @@ def test_a_program_that_takes_too_long_by_itself_is_wrong(fake, monkeypatch, tmp
     )
 
 
-def test_what_each_program_came_to_is_said_at_once(fake, monkeypatch, capsys):
-    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys(("good", "bad")))
-    list(sanitize.run(options()))
-    said = capsys.readouterr().out
-    assert re.search(r"memcheck: good: 2 kernels, \d+ s, right", said)
-    assert re.search(r"memcheck: bad: 2 kernels, \d+ s, bad: 2 errors of memcheck", said)
-
-
 def test_only_envois_kernels_are_watched(tmp_path):
     command = sanitize.command_of("compute-sanitizer", "racecheck", "good", tmp_path / "log", tmp_path / "said")
     assert command[command.index("--kernel-name-exclude") + 1] == "kns=_ZN"
@@ -170,80 +136,6 @@ def test_only_envois_kernels_are_watched(tmp_path):
     assert "--role-tables" not in sanitize.command_of("", "memcheck", "good", tmp_path / "log", tmp_path / "said")
 
 
-def test_without_the_sanitizer_there_is_no_run(monkeypatch):
-    monkeypatch.delenv("COMPUTE_SANITIZER", raising=False)
-    monkeypatch.setattr(sanitize.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(FileNotFoundError, match="compute-sanitizer: expected it in PATH"):
-        list(sanitize.run(options()))
-
-
-def test_programs_are_of_every_operator():
-    os.environ.pop("COMPUTE_SANITIZER", None)
-    from tests.promises.sanitized import programs
-    from tests.promises.subjects import MAKERS
-
-    names = programs()
-    for name in MAKERS:
-        by_torch = "gemm fp32" in name or name.startswith("quantise")
-        assert any(name.startswith(program) for program in names) is not by_torch, name
-
-
 def test_a_program_without_a_kernel_is_a_problem(fake, monkeypatch):
     monkeypatch.setenv("LAUNCHED", "[]")
     assert watch(fake, "memcheck", "good").problem == "good: no kernel for memcheck to watch"
-
-
-def test_a_name_that_no_program_has_is_refused(fake):
-    with pytest.raises(ValueError, match="--only: expected a part of a program's name, got gem bf16"):
-        list(sanitize.run(options(only=["gem bf16"])))
-
-
-def test_only_some_programs(fake):
-    planted, fine = sanitize.run(options(only=["fine"]))
-    assert (planted.promise, fine.promise) == (f"sanitizers/memcheck/{PLANTED}", "sanitizers/memcheck/fine")
-
-
-def test_kernels_of_earlier_runs_count_as_watched(fake, tmp_path, monkeypatch, capsys):
-    record = tmp_path / "sanitize.jsonl"
-    evidence.append(record, list(sanitize.run(options(only=["fine"]))))
-    other = "envoi.ops.moe.kernels.combine_kernel"
-    monkeypatch.setenv("LAUNCHED", json.dumps([f"{other} abc"]))
-    capsys.readouterr()
-    list(sanitize.run(options(more=True, record=str(record))))
-    missing = registered() - {NAME, other}
-    assert f"kernels that weren't watched: {', '.join(sorted(missing))}\n" in capsys.readouterr().out
-
-
-def test_more_are_those_without_a_right_run(fake, tmp_path):
-    record = tmp_path / "sanitize.jsonl"
-    given = options(more=True, record=str(record))
-    evidence.append(record, list(sanitize.run(options(only=["fine"]))))
-    _, good = sanitize.run(given)
-    assert good.promise == "sanitizers/memcheck/good"
-    evidence.append(record, [replace(good, wrong=1)])
-    assert [run.promise for run in sanitize.run(given)][1:] == ["sanitizers/memcheck/good"]
-    evidence.append(record, [good])
-    assert len(list(sanitize.run(given))) == 1 and not given.incomplete, "the planted error alone"
-
-
-def test_programs_take_turns_with_the_gpus(fake, monkeypatch):
-    seen = []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr("tests.promises.sanitized.programs", lambda: dict.fromkeys("abc"))
-    monkeypatch.setattr(sanitize, "watch_by", lambda end, path, tool, program, gpu: seen.append((program, gpu)))
-    list(sanitize.run(options(jobs=1)))
-    assert seen == [("a", "3"), ("b", "5"), ("c", "3")]
-    monkeypatch.undo()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert sanitize.gpus()[0] == "0"
-
-
-def test_lines_add_up():
-    one = Watched(
-        "a", "racecheck", 0, (), {NAME: {"x", "y"}, "envoi.b": {"z"}}, True, of_roles=4, of_words=2, warnings=1
-    )
-    other = Watched("b", "racecheck", 0, (), {NAME: {"x"}}, True)
-    wrong = Watched("c", "racecheck", 2, ("Error: 5 kernels of note",), {NAME: {"x"}}, True)
-    assert one.line == f"3 kernels of envoi.b, {NAME}; 4 {sanitize.OF_ROLES}; 2 {sanitize.OF_WORDS}; 1 warnings"
-    found = sanitize.totals(x.line for x in (one, other, wrong))
-    assert found == sanitize.Totals(4, frozenset([NAME, "envoi.b"]), 4, 2, 1)

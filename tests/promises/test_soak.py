@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.ranks import Outcome
 from tests.promises import soak
-from tests.promises.soak import Found, Launched, Part, Took, drawn_ids, drawn_tokens, times_of_medians
+from tests.promises.soak import Found, Part, Took, times_of_medians
 
 CPU = torch.device("cpu")
 
@@ -30,15 +30,6 @@ def test_calls_over_gloo_are_right():
 
 def took(times) -> list[Took]:
     return [Took(time) for time in times]
-
-
-def test_times_are_judged_in_calls_that_are_alone():
-    """Slow calls in a row are mentioned, and not wrong."""
-    parts = [Part(None, []), Part(None, [])]
-    parts[0].calls["alone, from a graph", 0] = took([1.0] * 40 + [4.0])
-    parts[1].calls["alone, from a graph", 3] = took([2.0] * 30)
-    parts[1].calls["graphs", 0] = took([1.0] * 20 + [9.0])
-    assert soak.judged(parts) == {"alone, from a graph": (71, 1, 4.0), "graphs": (21, 1, 9.0)}
 
 
 def found(**changes) -> Found:
@@ -111,12 +102,6 @@ def test_a_call_pays_for_its_device_and_not_for_a_host_that_was_late():
     part = Part(None, [])
     part.calls["alone", 0] = [Took(1.0, 0.2, 0.1, 0.1)] * 40 + [Took(5.0, 4.2, 0.1, 0.1), Took(5.0, 0.2, 0.1, 0.1)]
     assert [round(ratio, 6) for ratio in times_of_medians(part)["alone"][-2:]] == [1.0, 5.0]
-
-
-def test_a_call_that_a_host_launched_much_later_is_left_out():
-    part = Part(None, [])
-    part.calls["alone", 0] = [Took(1.0, 0.2, 0.1)] * 40 + [Took(9.0, 0.7, 0.6)]
-    assert soak.judged([part]) == {"alone": (40, 0, 1.0), "hosts late, alone": (1, 1, pytest.approx(3.5))}
 
 
 def test_a_host_is_compared_with_operators_of_torch():
@@ -203,38 +188,6 @@ def test_a_call_that_pauses_is_counted_but_for_the_first_of_its_scene(monkeypatc
     assert soak.pauses([part]) == (*expected[:2], pytest.approx(expected[2], abs=1e-9))
 
 
-def test_a_slow_scene_pauses_no_sooner_than_three_times_its_median():
-    part = Part(None, [])
-    part.eager_s[0], part.eager_s[1] = [0.5, *[0.02] * 9, 0.05], [0.5, *[0.02] * 9, 0.07]
-    assert soak.pauses([part]) == (20, 1, pytest.approx(0.05))
-
-
-def test_operators_take_about_as_long_as_they_are_told_or_longer():
-    assert soak.launch_for(0.0, CPU) == 0.0
-    assert soak.launch_for(0.02, CPU) > 0.004
-
-
 def test_slow_hosts_are_wrong_if_chance_does_not_explain_them():
     assert [soak.more_often(*pair) for pair in ((0, 0), (60, 40), (40, 60), (10, 0))] == [0, 0, 0, 0]
     assert [soak.more_often(*pair) for pair in ((20, 0), (100, 40), (52, 5))] == [20, 100, 52]
-
-
-@pytest.mark.parametrize(("on_gpu", "seconds"), [(True, [0.75, 2.0]), (False, [0.5, 0.0])])
-def test_the_last_host_is_that_of_any_rank(monkeypatch, on_gpu, seconds):
-    theirs = [10.75, 19.5] if on_gpu else [10.5, 19.0]
-    monkeypatch.setattr(soak.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(soak.dist, "all_gather_object", lambda to, mine: to.__setitem__(slice(2), [mine, theirs]))
-    mine = [Launched(10.0, 10.25, 0.0), Launched(20.0, 22.0, 0.0)]
-    assert soak.until_last_host(mine, on_gpu) == seconds
-
-
-def test_draws_have_no_tokens_and_the_most():
-    draw, seen = random.Random(0), set()
-    for _ in range(300):
-        seen.update(drawn_tokens(draw, 20, 3))
-        ids = drawn_ids(draw, 20, 8, 3)
-        assert ids.shape == (20, 3)
-        assert int(ids.min()) >= -1 and int(ids.max()) < 8
-        assert all(len(set(chosen)) == len(chosen) for chosen in ([i for i in row if i >= 0] for row in ids.tolist()))
-    assert {0, 20} <= seen
-    assert len(seen) > 15

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from bench.shapes import GemmShape, Options, cases
+from bench.shapes import GemmShape, Options
+from bench.suites import cases
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, Problem
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles

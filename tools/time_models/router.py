@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from bench.shapes import Options, RouterShape, cases
+from bench.shapes import Options, RouterShape
+from bench.suites import cases
 from bench.suites import router as suite
 from envoi.ops.moe.router import host, kernel_hopper
 from envoi.ops.moe.router.candidates import candidates

@@ -12,7 +12,7 @@ from envoi.check import fits_float32
 from envoi.epilogues.errors import EpilogueError, last_user_line, refuse, refuse_at, users_frame
 from envoi.epilogues.ir import COL, HALF_COL, HALF_TILE, IR, ROW, SCALAR, TILE, Node, Operand, Shape
 from envoi.epilogues.operands import is_number
-from envoi.epilogues.operations import infer
+from envoi.epilogues.operations import OPERATIONS, infer
 
 
 class Graph:
@@ -91,7 +91,13 @@ _HINTS = {
     **dict.fromkeys(("dtype", "to", "type", "float", "double", "half", "bfloat16"), _DTYPE),
     **dict.fromkeys(("shape", "size", "ndim", "numel", "device"), "sizes and devices aren't known while tracing"),
     **dict.fromkeys(("sum", "mean", "max", "min", "amax", "norm"), _REDUCE),
-    **dict.fromkeys(("clamp", "clamp_"), "use clip(x, low, high)"),
+    **dict.fromkeys(("clamp", "clamp_", "clip"), "use clip(x, low, high)"),
+    **dict.fromkeys(("add", "sub", "mul", "div", "pow", "neg", "abs"), "use x + y, x * y, -x, abs(x) .."),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "use x == y, x < y .."),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_not"), "use x & y, x | y, ~x"),
+    **dict.fromkeys(("pairs", "even", "odd"), "use pairs(x)"),
+    **dict.fromkeys(("halves", "left", "right"), "use halves(x)"),
+    **dict.fromkeys(("topk", "topk_values", "topk_ids"), "use topk(x, k)"),
     **dict.fromkeys(("item", "tolist", "numpy"), _NUMBER),
 }
 _UFUNCS = {
@@ -172,10 +178,8 @@ class Traced:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # Python and libraries probe for protocols that Traced doesn't have
-        from envoi.epilogues import vocabulary
-
-        known = name in vars(vocabulary) and name not in _HINTS and not name.startswith("_")
-        hint = f"write {name}(x)" if known else _HINTS.get(name, "use the functions of envoi.epilogues.vocabulary")
+        written = f"write {name}(x)" if name in OPERATIONS else "use the functions of envoi.epilogues.vocabulary"
+        hint = _HINTS.get(name, written)
         refuse(f"a value has no attribute {name!r}; {hint}")
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:

@@ -98,12 +98,14 @@ class Builder:
     """Program under construction. steps: how many launches come before each, and the step.
 
     kept: what finds the memory of each request for memory that the process keeps; stand_ins: for it.
+    device: on which the call will run, None if it needn't be here.
     """
 
     launches: list[Launch] = field(default_factory=list)
     steps: list[tuple[int, Callable[[], object]]] = field(default_factory=list)
     kept: list[Find] = field(default_factory=list)
     stand_ins: list[torch.Tensor] = field(default_factory=list)
+    device: torch.device | None = None
 
     def take_kept(self, find: Find, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Return a tensor [count] on "meta" for memory that the process keeps. find: returns it when the call runs."""
@@ -118,9 +120,9 @@ def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def building(target: Target) -> Iterator[Builder]:
+def building(target: Target, device: torch.device | None = None) -> Iterator[Builder]:
     """Plan this thread's launches for a GPU inside the context, instead of making them."""
-    builder = Builder()
+    builder = Builder(device=device)
     with standing_for(target), scoped(_local, builder=builder):
         yield builder
 
@@ -202,7 +204,8 @@ def plan(
         arguments = owner, *arguments
     arguments, named = substituted((arguments, named), twins)
     watch = _Watch()
-    with building(target) as builder, watch:
+    device = next((x.device for x in given), None)
+    with building(target, device) as builder, watch:
         result = function(*arguments, **named)
     inputs = [None if x is None else twins[id(x)] for x in tensors]
     found = Program(builder.launches, builder.steps, builder.kept, inputs, [twins[id(x)] for x in owned], owned)

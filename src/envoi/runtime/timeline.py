@@ -69,6 +69,18 @@ class Slice(NamedTuple):
     end: int
 
 
+class Trace(NamedTuple):
+    """Memory for the moments of a launch.
+
+    records: pointer to int64 [programs, num_roles, room, WORDS], 0 at launch. A record is an event: 1 + (multiprocessor
+    << 32) + label, then its moments in nanoseconds. Events from `room` on are left out.
+    """
+
+    records: Any
+    num_roles: Any
+    room: Any
+
+
 @dataclass
 class Strip:
     """Records of one launch: int64 [programs, roles, room, WORDS]."""
@@ -107,8 +119,6 @@ class Recorder:
             if name not in self.left_out:
                 self.left_out.append(name)
             return arguments
-        from envoi.runtime.timeline_device import Trace  # not at the top: it imports Triton
-
         programs, num_roles = prod(grid), len(self.roles[name])
         room = ROOM if num_roles > 1 else 1  # whole programs have one event
         if self._next == len(self.strips):

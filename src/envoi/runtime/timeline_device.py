@@ -6,26 +6,12 @@ A kernel that can be traced has a last parameter `trace`, None unless it is: the
 have one writer each, a role or a whole program, so nothing is counted by atomics.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from envoi.runtime import timeline
 
 WORDS: tl.constexpr = tl.constexpr(timeline.WORDS)
-
-
-class Trace(NamedTuple):
-    """Memory for the moments of a launch.
-
-    records: pointer to int64 [programs, num_roles, room, WORDS], 0 at launch. A record is an event: 1 + (multiprocessor
-    << 32) + label, then its moments in nanoseconds. Events from `room` on are left out.
-    """
-
-    records: Any
-    num_roles: Any
-    room: Any
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def _kept(pool: Kept, count: int, device: torch.device) -> torch.Tensor:
 
 
 def constant(find: program.Find, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return find(device), a tensor [count] that is kept; in a planned call what stands for it."""
+    """Return find(device), a tensor [count] that is kept for a device; in a planned call what stands for it."""
     builder = program.current()
     return find(device) if builder is None else builder.take_kept(find, count, dtype)
 

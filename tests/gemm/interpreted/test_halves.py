@@ -11,6 +11,7 @@ from envoi.quant.formats import FORMATS
 from envoi.types import Matrix, QuantTensor
 from tests.gemm.interpreted.sides import assert_close, expected, normal, run, whole
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 
 OFFSETS = [0, 7, 7, 20]
 
@@ -59,7 +60,7 @@ def assert_equal_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("n", [64, 192, 320, 832])
+@pytest.mark.parametrize("n", mostly_slow([64, 192, 320, 832], quick=[64, 320]))
 def test_concatenated_weights_give_the_bits_of_interleaved_ones(name, n):
     # Whole numbers: the interpreter's sums follow a column's place, unless they are exact.
     rows, weights = whole(20, 48), whole(3, n, 48, seed=1)
@@ -92,7 +93,7 @@ def sides(format: str, n: int) -> tuple[Matrix, Matrix]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("n", [256, 768])
+@pytest.mark.parametrize("n", mostly_slow([256, 768], quick=[768]))
 def test_every_format(format, n):
     rows, weights = sides(format, n)
     got = run(rows, weights, HALVES["plain"], OFFSETS)

@@ -10,6 +10,7 @@ from envoi import epilogues as language
 from envoi.epilogues import Col, Row, Scalar, Tile, epilogue, pairs, topk, where
 from envoi.epilogues.operations import OPERATIONS
 from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole
+from tests.helpers.slow import mostly_slow
 
 # With whole numbers these have the reference's bits.
 EXACT = {
@@ -110,7 +111,7 @@ def test_all_operations_are_here():
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize(("m", "n"), [(17, 132), (0, 8), (1, 8), (70, 520)])
+@pytest.mark.parametrize(("m", "n"), mostly_slow([(17, 132), (0, 8), (1, 8), (70, 520)], quick=[(0, 8), (70, 520)]))
 def test_exact(name, m, n):
     a, b = whole(m, 40).bfloat16(), whole(n, 40, seed=1).bfloat16()
     f = ending(EXACT[name])
@@ -119,7 +120,7 @@ def test_exact(name, m, n):
 
 
 @pytest.mark.parametrize("name", CLOSE)
-@pytest.mark.parametrize(("m", "n"), [(17, 132), (66, 520)])
+@pytest.mark.parametrize(("m", "n"), mostly_slow([(17, 132), (66, 520)], quick=[(66, 520)]))
 def test_close(name, m, n):
     a, b = normal(m, 64), normal(n, 64, seed=1)
     f = ending(CLOSE[name])
@@ -132,7 +133,7 @@ def test_close(name, m, n):
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("n", [24, 520])
+@pytest.mark.parametrize("n", mostly_slow([24, 520], quick=[520]))
 def test_exact_in_groups(name, n):
     offsets = [0, 5, 5, 12, 13]
     a, b = whole(17, 24), whole(4, n, 24, seed=1)
@@ -144,7 +145,7 @@ def test_exact_in_groups(name, n):
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if name not in ("pow", "cast")])
-@pytest.mark.parametrize("n", [132, 520])
+@pytest.mark.parametrize("n", mostly_slow([132, 520], quick=[520]))
 def test_nan_and_infinity(name, n):
     a, b = whole(20, 24), whole(n, 24, seed=1)
     a[2, 3], a[7, 5], a[8, 5], a[19] = torch.nan, torch.inf, -torch.inf, 0.0

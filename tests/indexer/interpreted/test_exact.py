@@ -6,6 +6,7 @@ import torch
 from envoi.ops.indexer import exact, fast, reference
 from envoi.ops.indexer.certificate import NUM_ORDERS, SHARED
 from envoi.ops.indexer.layout import pages_of, unpack_pages
+from tests.helpers.slow import mostly_slow
 from tools.oracles.indexer_workloads import one
 
 LENGTHS = (300, 2, 65)
@@ -17,7 +18,7 @@ def scores(p: fast.Problem, order: int) -> torch.Tensor:
     return space.logits
 
 
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", mostly_slow([32, 64], quick=[64]))
 @pytest.mark.parametrize("order", [1, 4, 16, 1 + SHARED, 16 + SHARED])
 def test_scores(order, heads):
     q, cache, weights, seq_lens, table = one(LENGTHS, num_heads=heads).tensors()
@@ -28,7 +29,7 @@ def test_scores(order, heads):
         torch.testing.assert_close(own[row, :length], want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("ordered", mostly_slow([True, False], quick=[True]))
 @pytest.mark.parametrize("slots", [True, False])
 def test_selection(slots, ordered):
     tensors = one((700, 31, 5, 0), num_heads=32).tensors()

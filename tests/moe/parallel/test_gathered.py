@@ -11,6 +11,7 @@ from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
@@ -26,7 +27,7 @@ def one_rank_as_many(monkeypatch):
     monkeypatch.setattr(few, "MOST_ROWS", -1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], [2]))
 def test_the_bits_of_one_rank(num_ranks):
     tried = [Case(format) for format in FORMATS]
     tried += [
@@ -67,7 +68,10 @@ def test_two_collectives_of_constant_size():
     assert [step for step, _ in few_tokens] == ["dispatch", "combine"]
 
 
-@pytest.mark.parametrize(("kind", "step"), [("dies before", "dispatch"), ("dies within", "combine")])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    mostly_slow([("dies before", "dispatch"), ("dies within", "combine")], [("dies within", "combine")]),
+)
 def test_a_lost_rank_is_named_on_every_other(kind, step):
     outcomes = run_ranks(4, cases.fault, kind, 30.0, SIZES)
     for rank in (0, 2, 3):

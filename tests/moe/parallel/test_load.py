@@ -9,6 +9,7 @@ from envoi.integrations.transformers import report
 from envoi.ops.moe.parallel.load import HISTORY, NO_CALL, Load, empty_history, load_of, note
 from envoi.types import Routing
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 
@@ -88,7 +89,9 @@ def run_calls(rank: int, num_ranks: int, way: str) -> tuple[list, list, str]:
     return load.num_tokens_per_expert[-3:].tolist(), load.num_tokens_per_rank[-3:].tolist(), said
 
 
-@pytest.mark.parametrize(("way", "num_ranks"), [("counted", 2), ("gathered", 2), ("hosts", 4)])
+@pytest.mark.parametrize(
+    ("way", "num_ranks"), mostly_slow([("counted", 2), ("gathered", 2), ("hosts", 4)], [("hosts", 4)])
+)
 def test_all_ranks_count_the_tokens_of_all(way, num_ranks):
     outcomes = run_ranks(num_ranks, run_calls, way)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks

@@ -20,6 +20,7 @@ from envoi.ops.moe.parallel.store import Connection
 from envoi.ops.moe.parallel.timeout import Alarm, PeerTimeout, Watch
 from envoi.runtime.compiling import compiling
 from envoi.runtime.wake import Wake
+from tests.helpers.slow import mostly_slow
 
 TIMEOUT_S = 3.0
 
@@ -93,6 +94,7 @@ def test_calls_that_go_on_are_left_alone(ranks):
     assert not any(rank.ended.is_set() or rank.watch.failure for rank in ranks)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_done_with_the_call_is_none_that_is_missing():
     """Over two hosts of two ranks, rank 0 needs nothing of rank 1 in combine, but rank 3 does."""
     store = dist.HashStore()
@@ -181,6 +183,7 @@ def test_an_idle_rank_asks_only_while_peers_may_call_the_roll():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_idle_rank_does_without_a_store_that_is_gone():
     store = GoneStore()
     watch, counts = Watch(Connection(store), "test", [0, 1], 0, 1.0), torch.zeros(4, dtype=torch.int32)
@@ -190,6 +193,7 @@ def test_an_idle_rank_does_without_a_store_that_is_gone():
     assert store.asked == 1
 
 
+@pytest.mark.slow
 def test_nobody_watches_over_what_is_gone(ranks):
     ranks[0].owner = None
     gc.collect()
@@ -317,7 +321,11 @@ def test_a_host_that_is_held_answers_the_roll_call_of_another(hosts):
     assert (waiting.ended, held.ended) == (1, 1)
 
 
-@pytest.mark.parametrize(("queued", "named"), [(2, [1]), (1, [0, 1]), (0, [0, 1])], ids=["done", "late", "before"])
+@pytest.mark.parametrize(
+    ("queued", "named"),
+    mostly_slow([(2, [1]), (1, [0, 1]), (0, [0, 1])], [(1, [0, 1])]),
+    ids=["done", "late", "before"],
+)
 def test_a_host_that_is_done_answers_the_roll_call_and_a_late_one_does_not(queued, named):
     """A rank that has no tokens for the lost one, and gets none from it, may be done before the others."""
     store = dist.HashStore()
@@ -337,6 +345,7 @@ def test_a_host_that_is_done_answers_the_roll_call_and_a_late_one_does_not(queue
     assert other.watch.failure is None or other.watch.failure.ranks == named
 
 
+@pytest.mark.slow
 def test_who_is_done_is_not_missing_from_a_collective_that_failed_by_itself():
     """NCCL says of such a one that it is complete."""
     store = dist.HashStore()
@@ -364,7 +373,7 @@ def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts):
     assert ended.is_set()
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", mostly_slow(range(5), [0]))
 def test_it_answers_in_time_where_the_timeout_is_short(attempt):
     store = dist.HashStore()
     waiting, held = (Host(store, rank, timeout_s=1.0) for rank in range(2))
@@ -393,6 +402,7 @@ def test_a_collective_that_failed_by_itself_is_none_that_is_complete(hosts):
     assert "REMOTE_ERROR" in str(told.value.__cause__)
 
 
+@pytest.mark.slow
 def test_an_interrupted_wait_is_watched_further(hosts, monkeypatch):
     hosts[0].queue()
 
@@ -440,6 +450,7 @@ def test_a_rank_that_compiles_itself_waits_no_longer_for_a_lost_one(hosts):
     assert time.monotonic() - begun < TIMEOUT_S + 1
 
 
+@pytest.mark.slow
 def test_a_host_that_waits_itself_fails_once(hosts):
     hosts[0].queue()
     begun = time.monotonic()
@@ -451,6 +462,7 @@ def test_a_host_that_waits_itself_fails_once(hosts):
     assert hosts[0].ended == 1
 
 
+@pytest.mark.slow
 def test_collectives_that_end_or_whose_peers_compile_are_left_alone(hosts):
     tell_when_compiling(hosts[1].watch.connection, 1)
     hosts[0].queue()

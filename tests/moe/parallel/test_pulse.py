@@ -82,6 +82,7 @@ def test_a_store_that_is_gone_says_nothing(connection, monkeypatch):
     assert not peers.compile()
 
 
+@pytest.mark.slow
 def test_the_store_hears_at_once_of_a_rank_that_compiles_and_that_it_is_done(connection, monkeypatch):
     monkeypatch.setattr(pulse, "IDLE_S", 0.2)
     monkeypatch.setattr(pulse, "FRESH_S", 1.0)

@@ -111,9 +111,9 @@ def test_several_groups_and_objects_at_once():
 @pytest.mark.parametrize(
     ("kind", "step", "timeout_s"),
     [
-        ("dies before", "exchange of counts", 30.0),
+        pytest.param("dies before", "exchange of counts", 30.0, marks=pytest.mark.slow),
         ("dies within", "combine", 30.0),
-        ("is late", "exchange of counts", 8.0),
+        pytest.param("is late", "exchange of counts", 8.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_is_named_on_every_other(kind, step, timeout_s):
@@ -129,7 +129,9 @@ def test_a_lost_rank_is_named_on_every_other(kind, step, timeout_s):
         assert "rank 1 (this one) was late" in outcomes[1].value[1]
 
 
-@pytest.mark.parametrize(("what", "seconds"), [("they wait", 4.8), ("not for ever", 11.0)])
+@pytest.mark.parametrize(
+    ("what", "seconds"), mostly_slow([("they wait", 4.8), ("not for ever", 11.0)], [("they wait", 4.8)])
+)
 def test_peers_wait_for_a_rank_that_compiles(what, seconds):
     """Ranks are patient for 4 s of 6, which gloo's own timeout bounds: NCCL has none of ours."""
     outcomes = run_ranks(2, cases.compile_meanwhile, 6.0, seconds)
@@ -146,6 +148,7 @@ def test_threads_take_turns():
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(["", ""], "")] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_opens_late_is_named_and_told():
     timeout_s = 6.0
     outcomes = run_ranks(3, cases.open_late, timeout_s)

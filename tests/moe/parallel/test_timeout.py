@@ -199,6 +199,7 @@ def test_a_first_collective_that_returns_is_no_error():
     assert first_collectives(lambda: None, lambda: None) == [None, None]
 
 
+@pytest.mark.slow
 def test_connecting_has_its_own_least_time(monkeypatch):
     """The timeout is three seconds, of which the wait has one and the roll call two."""
     monkeypatch.setattr(timeout, "CONNECT_S", 5.0)

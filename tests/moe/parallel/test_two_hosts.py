@@ -15,6 +15,7 @@ from envoi.ops.moe.parallel import PeerTimeout, api, counted
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.hosts import Hosts, address, two_hosts
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
@@ -133,7 +134,7 @@ def test_a_lost_link_names_the_ranks_behind_it_on_both_sides(hosts, tmp_path):
         assert right_again
 
 
-@pytest.mark.parametrize("outage_s", [0.5, 2.2])
+@pytest.mark.parametrize("outage_s", mostly_slow([0.5, 2.2], [2.2]))
 def test_a_short_outage(hosts, tmp_path, outage_s):
     """Of 4 s, ranks wait for 2, then call the roll: an outage that ends meanwhile isn't the end of the store."""
     outcomes = run_ranks(NUM_RANKS, lose_link, hosts, tmp_path, outage_s, timeout_s=GUARD_S, join=hosts)

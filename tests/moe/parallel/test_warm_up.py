@@ -11,6 +11,7 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.rehearsal import find
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 
 TIMEOUT_S = 2.0
@@ -133,8 +134,8 @@ def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("whole", mostly_slow([False, True], [True]))
+@pytest.mark.parametrize("late", mostly_slow([False, True], [True]))
 def test_a_first_call_waits_for_compilers_but_not_for_those_who_are_late(late, whole):
     first, second = (outcome.value for outcome in run_ranks(2, load_first, late, whole))
     if late:

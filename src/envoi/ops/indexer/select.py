@@ -1,10 +1,14 @@
 """Choice of the indexer's implementation by mode and device: the only place that decides."""
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from envoi.check import expect_divisible, expect_int
 from envoi.ops.indexer import certificate, reference
 from envoi.ops.indexer.layout import PAGE_SIZE, pages_of
+from envoi.runtime import program, workspace
 from envoi.runtime.devices import expect_no_capture, implementation
 
 CACHE_ALIGNMENT = 16
@@ -31,12 +35,21 @@ def run(
 
 def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:
     """Load the orders of adding that the exact mode's kernels need; None if torch's own operators must be used."""
-    if device.type != "cuda":
+    builder = program.current()
+    here = device if builder is None else builder.device
+    if here is None or here.type != "cuda":
         return None
-    orders = certificate.orders(device, num_heads)
+    load = partial(_orders, num_heads)
+    # While a call is planned no operator of torch runs in its thread.
+    orders = load(here) if builder is None else workspace.in_another_thread(lambda: load(here))
     if orders is None:
-        certificate.warn_uncertified(certificate.name_of(device))
-    return orders
+        certificate.warn_uncertified(certificate.name_of(here))
+        return None
+    return workspace.constant(load, orders.numel(), torch.int32, device)
+
+
+def _orders(num_heads: int, device: torch.device) -> Any:
+    return certificate.orders(device, num_heads)
 
 
 def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:

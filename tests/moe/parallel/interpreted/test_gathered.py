@@ -22,6 +22,7 @@ from envoi.ops.moe.parallel.shared_device import (
 )
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.interpreted.test_nvlink import ENDS, SMALL, by_rank
@@ -80,7 +81,7 @@ def ranks_of(layer, format, token_ends, expert_ends, max_tokens=12, num_topk=4, 
     return Ranks(opened, packed, domains.split(layer, token_ends))
 
 
-@pytest.mark.parametrize("format", SOME)
+@pytest.mark.parametrize("format", mostly_slow(SOME, quick=["bf16", "fp8_block128"]))
 def test_the_bits_of_one_rank(format):
     layer = make(**SMALL)
     ranks = ranks_of(layer, format, [4, 4, 11], ENDS["uneven"])
@@ -93,7 +94,11 @@ def test_the_bits_of_one_rank(format):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"masked": 1.0}, {"k": 4, "masked": 0.5}, {"bias": True, "activation": "swiglu_oai"}, {"tokens": 3}]
+    "changes",
+    mostly_slow(
+        [{"masked": 1.0}, {"k": 4, "masked": 0.5}, {"bias": True, "activation": "swiglu_oai"}, {"tokens": 3}],
+        quick=[{"k": 4, "masked": 0.5}, {"tokens": 3}],
+    ),
 )
 def test_other_layers(changes):
     layer = make(**(SMALL | changes))
@@ -123,7 +128,11 @@ def test_a_token_may_name_an_expert_twice():
 
 
 @pytest.mark.parametrize(
-    ("format", "changes"), [("bf16", {"masked": 0.4}), ("bf16", {"k": 1}), ("fp8_block128", {"tokens": 5, "k": 4})]
+    ("format", "changes"),
+    mostly_slow(
+        [("bf16", {"masked": 0.4}), ("bf16", {"k": 1}), ("fp8_block128", {"tokens": 5, "k": 4})],
+        quick=[("fp8_block128", {"tokens": 5, "k": 4})],
+    ),
 )
 def test_rows_are_summed_on_their_ranks_with_presum(format, changes):
     layer = make(**(SMALL | changes))

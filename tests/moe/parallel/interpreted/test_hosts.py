@@ -127,7 +127,11 @@ def test_other_hosts(hosts):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"masked": 1.0}, {"k": 4, "masked": 0.5}, {"bias": True, "activation": "swiglu_oai"}, {"tokens": 3}]
+    "changes",
+    mostly_slow(
+        [{"masked": 1.0}, {"k": 4, "masked": 0.5}, {"bias": True, "activation": "swiglu_oai"}, {"tokens": 3}],
+        quick=[{"k": 4, "masked": 0.5}, {"tokens": 3}],
+    ),
 )
 def test_other_layers(changes):
     layer = make(**(SMALL | changes))

@@ -1,17 +1,15 @@
-"""Trace of a call over NVLink: its kernels' roles, the call that is recorded, and the timeline of all ranks."""
+"""Trace of a call over NVLink: its kernels' roles, and the recording of one call on all ranks as a `Timeline`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from envoi.ops.moe.parallel.collectives import Channel, gather_ints, gather_tensors, gather_texts
 from envoi.ops.moe.parallel.symmetric_memory import Domain
+from envoi.ops.moe.parallel.timeline import COLUMNS, ORDER, Step, Timeline
 from envoi.ops.moe.parallel.warm_up import ParallelCall, load_together
 from envoi.runtime.devices import Target
-from envoi.runtime.timeline import Recorder, Role, Slice, tracing
-from envoi.table import align, number
+from envoi.runtime.timeline import Recorder, Role, tracing
 
 STEP = "trace"
 NUM_WARMUPS = 5  # replays before the one that is recorded
@@ -38,84 +36,7 @@ KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "sum_ranks_kernel": ("sum", (Role("program", ("sum",)),)),
 }
 ROLES = {kernel: roles for kernel, (_, roles) in KERNELS.items()}
-ORDER = ("stage tokens", "send routing", "pull", "experts", "L1", "quantise", "L2", "send sums", "barrier", "sum")
 MEETING = "send routing", "wait"  # the span at whose last end all ranks' clocks show the same time
-WAITING = "wait"
-COLUMNS = ("rank", *Slice._fields)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Launch of a call: its name, and the roles of its kernel."""
-
-    name: str
-    roles: tuple[Role, ...]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Timeline of a call on all ranks: what each role of each multiprocessor did, and when.
-
-    steps: the launches of any rank, in order; ranks may differ, for instance by their tokens. slices: int64 [N, 9] on
-    the CPU, with the columns of COLUMNS; times in nanoseconds since the first slice. Clocks of several GPUs are set by
-    the end of dispatch's wait, which a rank leaves when it hears from the last one: within a microsecond or so.
-    is_cut: a role had more than `envoi.runtime.timeline.ROOM` events, whose rest is missing. left_out: kernels of the
-    call that can't be traced.
-    """
-
-    steps: tuple[Step, ...]
-    slices: torch.Tensor
-    is_cut: bool
-    left_out: tuple[str, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return int(self.column("rank").max()) + 1 if len(self.slices) else 0
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return a column of the slices."""
-        return self.slices[:, COLUMNS.index(name)]
-
-    def save(self, path: str | Path) -> None:
-        """Write a trace that https://ui.perfetto.dev opens: .json, or .json.gz, a process for each rank."""
-        from envoi.ops.moe.parallel import trace_files
-
-        trace_files.write(Path(path), self)
-
-    def draw(self, path: str | Path) -> None:
-        """Draw every multiprocessor over time into a .png, .pdf or .svg."""
-        from envoi.ops.moe.parallel import trace_files
-
-        trace_files.draw(Path(path), self)
-
-    def __str__(self) -> str:
-        rows = [row for number in range(len(self.steps)) for row in self._rows(number)]
-        header = "step", "from us", "to us", "shares of the step's time"
-        notes = ["some roles had more events than are kept"] if self.is_cut else []
-        if self.left_out:
-            notes.append(f"not traced: {', '.join(self.left_out)}")
-        return "\n".join([align(header, rows, left=(0, 3)), *notes])
-
-    def _rows(self, step: int) -> list[list[str]]:
-        """Return a row for each role of a step; the first has its name, first begin and last end on any rank."""
-        mine = self.slices[self.column("step") == step]
-        if not len(mine):
-            return []
-        begin, end = (mine[:, COLUMNS.index(name)] for name in ("begin", "end"))
-        first, last = int(begin.min()), int(end.max())
-        shares, role, span = [], mine[:, COLUMNS.index("role")], mine[:, COLUMNS.index("span")]
-        for number_of_role, (name, spans, _) in enumerate(self.steps[step].roles):
-            its = role == number_of_role
-            if not its.any():
-                continue
-            tracks = len(torch.unique(mine[its][:, [0, COLUMNS.index("program")]], dim=0))
-            whole = tracks * max(1, last - first)
-            times = [int((end - begin)[its & (span == place)].sum()) for place in range(len(spans))]
-            parts = [f"{what} {time / whole:.0%}" for what, time in zip(spans, times, strict=True)]
-            shares.append(f"{name}: {', '.join(parts)}")
-        whole_step = [self.steps[step].name, number(first / 1e3), number(last / 1e3)]
-        return [[*(["", "", ""] if place else whole_step), text] for place, text in enumerate(shares)]
 
 
 def untraceable(exchange: str, device: torch.device) -> str:

@@ -10,7 +10,7 @@ from envoi import env
 from envoi.check import expect_int, expect_picture, expect_writable
 from envoi.ops.moe.packing import pack
 from envoi.ops.moe.parallel import ExpertParallel
-from envoi.ops.moe.parallel.trace_files import ENDINGS
+from envoi.ops.moe.parallel.timeline import ENDINGS
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Routing
 

@@ -1,23 +1,98 @@
-"""Files of a `Timeline`: a trace for Perfetto, and a picture."""
+"""Timeline of a traced call on all ranks, and its files: a trace for Perfetto, and a picture."""
 
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from envoi.ops.moe.parallel.trace import COLUMNS, ORDER, WAITING, Timeline
+from envoi.runtime.timeline import Role, Slice
+from envoi.table import align, number
 
+ORDER = ("stage tokens", "send routing", "pull", "experts", "L1", "quantise", "L2", "send sums", "barrier", "sum")
+WAITING = "wait"
+COLUMNS = ("rank", *Slice._fields)
 ENDINGS = (".json", ".json.gz")
 GZIP_LEVEL = 6  # a file a tenth larger than with 9, in a quarter of the time
 LANES = 64  # numbers of threads for each multiprocessor
 ROW_INCHES, LEAST_INCHES = 0.035, 3.0
 
 
-def write(path: Path, timeline: Timeline) -> None:
+@dataclass(frozen=True)
+class Step:
+    """Launch of a call: its name, and the roles of its kernel."""
+
+    name: str
+    roles: tuple[Role, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Timeline of a call on all ranks: what each role of each multiprocessor did, and when.
+
+    steps: the launches of any rank, in order; ranks may differ, for instance by their tokens. slices: int64 [N, 9] on
+    the CPU, with the columns of COLUMNS; times in nanoseconds since the first slice. Clocks of several GPUs are set by
+    the end of dispatch's wait, which a rank leaves when it hears from the last one: within a microsecond or so.
+    is_cut: a role had more than `envoi.runtime.timeline.ROOM` events, whose rest is missing. left_out: kernels of the
+    call that can't be traced.
+    """
+
+    steps: tuple[Step, ...]
+    slices: torch.Tensor
+    is_cut: bool
+    left_out: tuple[str, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return int(self.column("rank").max()) + 1 if len(self.slices) else 0
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return a column of the slices."""
+        return self.slices[:, COLUMNS.index(name)]
+
+    def save(self, path: str | Path) -> None:
+        """Write a trace that https://ui.perfetto.dev opens: .json, or .json.gz, a process for each rank."""
+        _write(Path(path), self)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw every multiprocessor over time into a .png, .pdf or .svg."""
+        _draw(Path(path), self)
+
+    def __str__(self) -> str:
+        rows = [row for number in range(len(self.steps)) for row in self._rows(number)]
+        header = "step", "from us", "to us", "shares of the step's time"
+        notes = ["some roles had more events than are kept"] if self.is_cut else []
+        if self.left_out:
+            notes.append(f"not traced: {', '.join(self.left_out)}")
+        return "\n".join([align(header, rows, left=(0, 3)), *notes])
+
+    def _rows(self, step: int) -> list[list[str]]:
+        """Return a row for each role of a step; the first has its name, first begin and last end on any rank."""
+        mine = self.slices[self.column("step") == step]
+        if not len(mine):
+            return []
+        begin, end = (mine[:, COLUMNS.index(name)] for name in ("begin", "end"))
+        first, last = int(begin.min()), int(end.max())
+        shares, role, span = [], mine[:, COLUMNS.index("role")], mine[:, COLUMNS.index("span")]
+        for number_of_role, (name, spans, _) in enumerate(self.steps[step].roles):
+            its = role == number_of_role
+            if not its.any():
+                continue
+            tracks = len(torch.unique(mine[its][:, [0, COLUMNS.index("program")]], dim=0))
+            whole = tracks * max(1, last - first)
+            times = [int((end - begin)[its & (span == place)].sum()) for place in range(len(spans))]
+            parts = [f"{what} {time / whole:.0%}" for what, time in zip(spans, times, strict=True)]
+            shares.append(f"{name}: {', '.join(parts)}")
+        whole_step = [self.steps[step].name, number(first / 1e3), number(last / 1e3)]
+        return [[*(["", "", ""] if place else whole_step), text] for place, text in enumerate(shares)]
+
+
+def _write(path: Path, timeline: Timeline) -> None:
     """Write a trace in Chrome's format. Raises ValueError for a name that ends neither in .json nor in .json.gz."""
     if not path.name.endswith(ENDINGS):
         raise ValueError(f"path: expected a name that ends in .json or .json.gz, got {path}")
@@ -78,7 +153,7 @@ def lanes_of(timeline: Timeline) -> list[int]:
     return [lanes[rank, sm, step, role, program] for rank, step, role, _, program, sm, *_ in rows]
 
 
-def draw(path: Path, timeline: Timeline) -> None:
+def _draw(path: Path, timeline: Timeline) -> None:
     """Draw a panel for each rank: multiprocessors upwards, time to the right, a colour for each step or phase.
 
     Waits are grey. Of a GEMM the consumers have the upper two thirds of a multiprocessor's row, the rest the lower one.
@@ -123,9 +198,9 @@ def _boxes(timeline: Timeline, slices: torch.Tensor) -> np.ndarray:
     step, role, sm = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "sm"))
     begin, end = slices[:, -2].double() / 1e3, slices[:, -1].double() / 1e3
     low, high = torch.zeros(2, len(slices), dtype=torch.float64)
-    for number, whole in enumerate(timeline.steps):
+    for at_step, whole in enumerate(timeline.steps):
         for place, (name, _, _) in enumerate(whole.roles):
-            its = (step == number) & (role == place)
+            its = (step == at_step) & (role == place)
             low[its], high[its] = _height(name)
     corners = (begin, sm + low), (end, sm + low), (end, sm + high), (begin, sm + high)
     return torch.stack([torch.stack(corner, 1) for corner in corners], 1).numpy()
@@ -148,11 +223,11 @@ def _colours(timeline: Timeline, slices: torch.Tensor, names: list[str]) -> np.n
     """
     found = np.zeros((len(slices), 4))
     step, role, span = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "span"))
-    for number, whole in enumerate(timeline.steps):
+    for at_step, whole in enumerate(timeline.steps):
         for place, (_, spans, phase) in enumerate(whole.roles):
             for at, what in enumerate(spans):
                 colour = _colour(what, names.index(phase or whole.name))
-                found[((step == number) & (role == place) & (span == at)).numpy()] = colour
+                found[((step == at_step) & (role == place) & (span == at)).numpy()] = colour
     return found
 
 
