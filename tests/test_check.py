@@ -234,7 +234,7 @@ def test_devices_models_and_layers_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="^state: expected a dict of tensors, .* got NoneType"):
         envoi.experts.from_state_dict(None)
     with pytest.raises(ValueError, match="^layer: expected a MoeLayer, got NoneType"):
-        envoi.plan.plan_moe(None)
+        envoi.estimate(None)
     from envoi.integrations import transformers
 
     for call in (transformers.report, transformers.refresh, transformers.release):

@@ -126,14 +126,14 @@ def test_a_picture_without_matplotlib_is_refused_at_the_start(command, tmp_path,
 
 
 def no_work(monkeypatch) -> None:
-    from envoi.plan import command
+    from envoi.estimates import command
     from examples.demo import model
 
     def work(*args):
         raise AssertionError("this is too late")
 
     monkeypatch.setattr(model, "load", work)
-    monkeypatch.setattr(command, "plan_moe", work)
+    monkeypatch.setattr(command, "estimate", work)
 
 
 @pytest.mark.parametrize(

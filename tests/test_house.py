@@ -35,9 +35,9 @@ ALLOWED = {
     "moe": PRODUCTS,
     "moe.router": PRODUCTS,
     "indexer": PRODUCTS,
-    "plan": PRODUCTS | {"moe"},
+    "estimates": PRODUCTS | {"moe"},
     "checkpoints": PRODUCTS | {"moe"},
-    "moe.parallel": PRODUCTS | {"moe", "moe.router", "plan"},
+    "moe.parallel": PRODUCTS | {"moe", "moe.router", "estimates"},
 }  # fmt: skip
 
 # These may import anything; ALLOWED ensures that nothing above imports them.
@@ -50,6 +50,8 @@ FREE = {
     "info",
     "integrations",
     "ops",
+    "plan",
+    "planning",
     "router",
     "tune",
     "warming",

@@ -1,13 +1,16 @@
 """Fused GPU kernels for Mixture-of-Experts and sparse-attention inference: every kernel is a GEMM with an envoi."""
 
-import envoi.epilogue  # noqa: F401  # an earlier name; imported before the decorator takes it
-from envoi import experts, plan, router
+import envoi.epilogue  # an earlier name; imported before the decorator takes it
+import envoi.plan  # noqa: F401  # the same: the function takes it
+from envoi import experts, router
 from envoi.epilogues import EpilogueError, epilogue
+from envoi.estimates import estimate
 from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.ops.indexer import indexer_topk
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.ops.moe.router import route
+from envoi.planning import plan
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
 from envoi.warming import warm_up
 
@@ -22,6 +25,7 @@ __all__ = [
     "QuantTensor",
     "Routing",
     "epilogue",
+    "estimate",
     "experts",
     "gemm",
     "grouped_gemm",

@@ -104,11 +104,12 @@ def _parser() -> Parser:
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
         ("tune", "measure the configs of a GEMM on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, _run_warm_up),
-        ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
+        ("estimate", "predict an expert-parallel MoE: times, bounds, sizes", _estimate_arguments, _run_estimate),
         ("trace", "record one expert-parallel MoE call on its GPUs, as a timeline", _trace_arguments, _run_trace),
         ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, _run_indexer),
     ):
-        command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        earlier = ["plan"] if name == "estimate" else []  # its name until 0.2
+        command = commands.add_parser(name, aliases=earlier, help=help, description=help, allow_abbrev=False)
         command.set_defaults(run=run)
         add_arguments(command)
     return parser
@@ -137,7 +138,7 @@ def _run_tune(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _layer_arguments(parser)
     add("--gpus", metavar="N", type=int, default=1, help="1, 2, 4 or 8, which share the experts; default: %(default)s")
@@ -154,8 +155,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--png", metavar="FILE", help="draw the steps into a file too: .png, .pdf or .svg")
 
 
-def _run_plan(args: argparse.Namespace) -> int:
-    from envoi.plan import command
+def _run_estimate(args: argparse.Namespace) -> int:
+    from envoi.estimates import command
 
     return command.run(args)
 

@@ -236,7 +236,7 @@ def plan_of(
     function: Callable, arguments: tuple, named: dict, tensors: Sequence[torch.Tensor | None], target: Target,
     owner: Any = None,
 ) -> Account:  # fmt: skip
-    """Plan a call."""
+    """Estimate a call."""
     try:
         planned = program.plan(function, arguments, named, tensors, target, owner)
     except Exception as error:  # a value that the host reads, among others

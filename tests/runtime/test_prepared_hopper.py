@@ -32,7 +32,7 @@ CASES = {
 def assert_replayed(
     case: Case, hopper: CompilingDriver, known: Calls | None = None, owned: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Plan a call, and compare what the next one hands to the driver with a call as always.
+    """Estimate a call, and compare what the next one hands to the driver with a call as always.
 
     known: where the call is kept. owned: tensors that stay where they are.
     """

@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0
 
 
 def launch_of_call(call: Callable[[], Any], kernel: str, which: int = 0, arch: str = HOPPER[0]) -> Launch:
-    """Plan a call on 132 multiprocessors; return its launch number `which` of the kernel of this name.
+    """Estimate a call on 132 multiprocessors; return its launch number `which` of the kernel of this name.
 
     Raises ValueError if it has none.
     """

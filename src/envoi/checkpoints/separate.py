@@ -29,7 +29,7 @@ class Tensors(NamedTuple):
     weight_block_size: tuple[int, int] | None = None
 
 
-class Plan:
+class Estimate:
     """Names, dtypes and shapes of a layer's tensors, all compared with the files' headers when it is made.
 
     stored: how quantised weights are stored, None where quantization_config says that these aren't.
@@ -143,7 +143,7 @@ def read_separate(
     step: Callable[[int], None],
 ) -> Tensors:  # fmt: skip
     """Read the experts `ids` as stored: gate_up [E, 2I, H], all gate rows first, or up [E, I, H]; down [E, H, I]."""
-    plan = Plan(shards, config.quantisation, named, ids, count)
+    plan = Estimate(shards, config.quantisation, named, ids, count)
     intermediate, hidden = plan.intermediate, plan.hidden
     values = [
         torch.empty(len(ids), rows, columns // plan.per_byte, dtype=plan.dtype, device=device)
@@ -163,7 +163,7 @@ def read_separate(
     )
 
 
-def _factors(plan: Plan, projections: tuple[str, ...], device: torch.device) -> torch.Tensor:
+def _factors(plan: Estimate, projections: tuple[str, ...], device: torch.device) -> torch.Tensor:
     """Read the factors of these projections, one below the other: [E, rows, columns] of groups."""
     if plan.group is None or not plan.ids:
         rows, columns = plan.grouped(projections[0])
@@ -179,7 +179,7 @@ def _factors(plan: Plan, projections: tuple[str, ...], device: torch.device) -> 
     return whole.view(parts[0].dtype).to(device)
 
 
-def _scales(plan: Plan, projections: tuple[str, ...], device: torch.device) -> torch.Tensor | None:
+def _scales(plan: Estimate, projections: tuple[str, ...], device: torch.device) -> torch.Tensor | None:
     """Read the scales of these projections' matrices, float32 [E, projections], to be multiplied; None without."""
     if plan.stored is None or not plan.stored.scale:
         return None

@@ -58,7 +58,7 @@ def refusal(shape: Shape, x: Inputs) -> str:
 
 
 def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:
-    """Plan a GEMM for inputs as `inputs.make` makes them; without any, tensors have no memory.
+    """Estimate a GEMM for inputs as `inputs.make` makes them; without any, tensors have no memory.
 
     Raises ValueError if the Hopper kernel can't run it.
     """

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from envoi.estimates.exchange import presum_pays
 from envoi.ops.moe.parallel import gathered, gathered_device, hosts_device, nvlink, symmetric_memory
 from envoi.ops.moe.parallel.collectives import Channel, gather_texts
 from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.opening import OPENING, first_error
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
-from envoi.plan.exchange import presum_pays
 from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers

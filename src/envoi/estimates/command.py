@@ -1,18 +1,18 @@
-"""Implementation of `envoi plan`."""
+"""Implementation of `envoi estimate`."""
 
 import argparse
 import json
 import sys
 
 from envoi.check import expect_int, expect_picture
-from envoi.plan.api import plan_moe
-from envoi.plan.layer import MAX_HOSTS, MoeLayer
-from envoi.plan.network import Network
-from envoi.plan.report import draw, encodable, to_text
+from envoi.estimates.layer import MAX_HOSTS, MoeLayer
+from envoi.estimates.network import Network
+from envoi.estimates.report import draw, encodable, to_text
+from envoi.estimates.total import estimate
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan of a layer; return 0. Raises ValueError for an invalid layer, or if the picture can't be drawn."""
+    """Print the estimate of a layer; return 0. Raises ValueError for an invalid layer or picture."""
     picture = expect_picture("--png", args.png) if args.png is not None else None
     if picture:
         import matplotlib  # noqa: F401  # fails before the work is done if it is missing
@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     if args.hosts == 1 and (given or args.presum):
         option = "--presum" if not given else "--network" if args.network is not None else "--collective"
         raise ValueError(f"{option}: expected it only beside --hosts 2 or more")
-    plan = plan_moe(layer, args.arch, args.max_tokens, Network(**given), True if args.presum else None)
-    print(json.dumps(plan.to_dict(), indent=2) if args.json else encodable(to_text(plan), sys.stdout))
+    found = estimate(layer, args.arch, args.max_tokens, Network(**given), True if args.presum else None)
+    print(json.dumps(found.to_dict(), indent=2) if args.json else encodable(to_text(found), sys.stdout))
     if picture:
-        draw(picture, plan)
+        draw(picture, found)
     return 0

@@ -16,10 +16,10 @@ For G hosts of L ranks, parcels of h bytes a token, rows of 2H bytes, bytes that
 from dataclasses import dataclass, replace
 
 from envoi.check import describe
-from envoi.plan.blocks import Blocks
-from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, pulled_tokens, taken_tokens
-from envoi.plan.machines import Machine
-from envoi.plan.steps import BF16_BYTES, Step, five_steps, step_of, with_pass
+from envoi.estimates.blocks import Blocks
+from envoi.estimates.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, pulled_tokens, taken_tokens
+from envoi.estimates.machines import Machine
+from envoi.estimates.steps import BF16_BYTES, Step, five_steps, step_of, with_pass
 
 NETWORK_GB_PER_S = 45.0  # estimate: what NCCL gets of 400 Gb/s a GPU
 COLLECTIVE_US = 30.0  # estimate: NCCL's time for a few bytes between two ranks of a rail

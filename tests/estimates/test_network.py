@@ -1,4 +1,4 @@
-"""Plan of several hosts: bytes as the exchanges send them, times by the rates given, refusals in one line."""
+"""Estimate of several hosts: bytes as the exchanges send them, times by the rates given, refusals in one line."""
 
 import json
 import shlex
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from envoi import cli
+from envoi.estimates import MoeLayer, estimate
+from envoi.estimates.network import Network, bytes_between_hosts
 from envoi.ops.moe.parallel.gathered_device import GatheredLayout
 from envoi.ops.moe.parallel.hosts_device import HostsLayout
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
-from envoi.plan import MoeLayer, plan_moe
-from envoi.plan.network import Network, bytes_between_hosts
 
 ARGUMENTS = "--hidden 4096 --inter 2048 --experts 256 --topk 6 --tokens 512 --gpus 4 --format fp8_block128"
 STEPS = ["router", "rail out", "dispatch", "L1", "L2", "combine", "rail back"]
@@ -52,7 +52,7 @@ def test_counted_bytes_are_those_of_random_routing(num_hosts, num_ranks):
 
 
 def test_steps_cross_at_the_rates_given():
-    plan = plan_moe(layer_of(), network=Network(20.0, 50.0))
+    plan = estimate(layer_of(), network=Network(20.0, 50.0))
     steps = {step.name: step for step in plan.steps}
     assert list(steps) == STEPS
     assert plan.between_hosts is not None
@@ -64,13 +64,13 @@ def test_steps_cross_at_the_rates_given():
     assert steps["rail back"].bound_by == "network"
     assert all(step.network_us == 0 for name, step in steps.items() if "rail" not in name)
     assert plan.staged_us == pytest.approx(sum(step.time_us for step in plan.steps))
-    faster = plan_moe(layer_of(), network=Network(40.0, 50.0))
+    faster = estimate(layer_of(), network=Network(40.0, 50.0))
     saved = sum(step.network_us for step in plan.steps) / 2
     assert plan.staged_us - faster.staged_us == pytest.approx(saved)
 
 
 def test_presum_sends_a_sixth_back_and_reads_the_rows_on_the_host():
-    rows, sums = plan_moe(layer_of()), plan_moe(layer_of(), presum=True)
+    rows, sums = estimate(layer_of()), estimate(layer_of(), presum=True)
     assert not rows.presum and sums.presum
     assert rows.between_hosts and sums.between_hosts
     assert rows.between_hosts.by_host[1] == 6 * sums.between_hosts.by_host[1]
@@ -82,8 +82,8 @@ def test_presum_sends_a_sixth_back_and_reads_the_rows_on_the_host():
 def test_experts_and_rows_are_those_of_all_hosts():
     layer = layer_of()
     assert (layer.num_gpus, layer.num_local_experts, layer.num_all_tokens) == (8, 32, 4096)
-    one = plan_moe(replace(layer, num_ranks=8, num_hosts=1))
-    two = plan_moe(layer)
+    one = estimate(replace(layer, num_ranks=8, num_hosts=1))
+    two = estimate(layer)
     for name in ("L1", "L2"):
         first, second = (next(step for step in plan.steps if step.name == name) for plan in (one, two))
         assert (first.flops, first.compute_us, first.hbm_bytes) == (second.flops, second.compute_us, second.hbm_bytes)

@@ -8,10 +8,10 @@ import torch
 from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogues.lower import Lowered, lower
+from envoi.estimates.layer import MoeLayer, rows_per_expert, tiles_per_expert
+from envoi.estimates.machines import W4A8, W4A16, WIDENED, Machine
 from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.plan.layer import MoeLayer, rows_per_expert, tiles_per_expert
-from envoi.plan.machines import W4A8, W4A16, WIDENED, Machine
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor

@@ -1,26 +1,26 @@
-"""`plan_moe`: a Plan from the sizes of a layer."""
+"""`estimate`: a Estimate from the sizes of a layer."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from envoi.check import expect_int
-from envoi.plan.blocks import Blocks, l1_blocks, l2_blocks, takes_one_launch
-from envoi.plan.exchange import presum_pays
-from envoi.plan.layer import MAX_TOKENS, MoeLayer
-from envoi.plan.machines import W4A16, Machine, machine_of
-from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
-from envoi.plan.steps import Step, five_steps
+from envoi.estimates.blocks import Blocks, l1_blocks, l2_blocks, takes_one_launch
+from envoi.estimates.exchange import presum_pays
+from envoi.estimates.layer import MAX_TOKENS, MoeLayer
+from envoi.estimates.machines import W4A16, Machine, machine_of
+from envoi.estimates.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
+from envoi.estimates.steps import Step, five_steps
 
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Plan of a layer for one rank. Bytes are bytes of this rank, times are in us.
+class Estimate:
+    """Estimate of a layer for one rank. Bytes are bytes of this rank, times are in us.
 
     l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine; with several hosts also
-    those of `envoi.plan.network`. presum: a token's rows on the same rank, with several hosts on the same host, are
-    summed there, and combine sends the sums; otherwise L2 sends the rows.
+    those of `envoi.estimates.network`. presum: a token's rows on the same rank, with several hosts on the same host,
+    are summed there, and combine sends the sums; otherwise L2 sends the rows.
     max_tokens: per rank; sizes the buffers. pool_rows: rows that dispatch has room for, one for each slot of all ranks.
     weight_bytes: the experts. buffer_bytes: the pool, L1's output, and the buffer from which combine reads rows.
     notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.
@@ -55,17 +55,17 @@ class Plan:
         return found | {"staged_us": self.staged_us}
 
 
-def plan_moe(
+def estimate(
     layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None, network: Network | None = None,
     presum: bool | None = None,
-) -> Plan:  # fmt: skip
-    """Plan a layer.
+) -> Estimate:  # fmt: skip
+    """Estimate a layer.
 
     arch: "sm_90" (H200) or "sm_100" (B200). max_tokens: per rank, sizes the buffers; default: layer.num_tokens.
     network: between hosts, if there are several; default: `Network()`. presum: sum rows before they are sent back;
     default: on one host if that is faster, on several no, which keeps the bits of one rank.
 
-    Example: plan_moe(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows per rank.
+    Example: estimate(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows per rank.
 
     Raises ValueError for anything but a MoeLayer, or if the layer doesn't fit the GPU.
     """
@@ -92,7 +92,7 @@ def plan_moe(
     steps = five_steps(layer, machine, l1, l2, presum, one_launch)
     if network is not None:
         steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens)
-    return Plan(
+    return Estimate(
         layer, machine, l1, l2, steps, presum, max_tokens, pool_rows, weight_bytes, buffer_bytes,
         _notes(layer, machine), network, bytes_between_hosts(layer, max_tokens, presum) if several else None,
         one_launch,

@@ -19,9 +19,9 @@ direction is counted.
 from dataclasses import dataclass, replace
 
 from envoi.epilogues.library import l1_output_scheme
-from envoi.plan.blocks import Blocks
-from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, active_experts, pulled_tokens, taken_tokens
-from envoi.plan.machines import WIDENED, Machine
+from envoi.estimates.blocks import Blocks
+from envoi.estimates.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, active_experts, pulled_tokens, taken_tokens
+from envoi.estimates.machines import WIDENED, Machine
 
 RESOURCES = ("compute", "HBM", "NVLink", "network")
 BF16_BYTES = 2

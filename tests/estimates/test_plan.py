@@ -5,11 +5,11 @@ import math
 
 import pytest
 
+from envoi.estimates import MoeLayer, estimate
+from envoi.estimates.machines import H200, MACHINES, machine_of
 from envoi.ops.gemm.hopper_mx import config as hopper_mx
 from envoi.ops.gemm.hopper_w4a16 import few as few_tokens
 from envoi.ops.gemm.hopper_w4a16.many_config import many_config
-from envoi.plan import MoeLayer, plan_moe
-from envoi.plan.machines import H200, MACHINES, machine_of
 from envoi.quant.formats import FORMATS
 
 BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # that the kernels have
@@ -23,7 +23,7 @@ def layer(num_tokens: int = 2048, num_ranks: int = 8, format: str = "fp8_block12
 @pytest.mark.parametrize(("format", "arch"), list(itertools.product(FORMATS, MACHINES)))
 def test_every_format_machine_and_number_of_gpus_has_a_plan(format, arch):
     for num_ranks, num_tokens in itertools.product((1, 2, 4, 8), (1, 64, 4096)):
-        plan = plan_moe(layer(num_tokens, num_ranks, format), arch)
+        plan = estimate(layer(num_tokens, num_ranks, format), arch)
         assert [step.name for step in plan.steps] == ["router", "dispatch", "L1", "L2", "combine"]
         for blocks in (plan.l1, plan.l2):
             assert blocks.block_m in (*BLOCK_MS[arch], *machine_of(arch).w4a16_tflops)
@@ -47,11 +47,11 @@ def test_odd_sizes_have_plans():
         {"num_tokens": 1, "num_experts": 1024, "num_topk": 1},
     ):
         for arch in MACHINES:
-            assert plan_moe(layer(**sizes), arch).staged_us > 0
+            assert estimate(layer(**sizes), arch).staged_us > 0
 
 
 def test_work_and_traffic_by_hand():
-    steps = {step.name: step for step in plan_moe(layer()).steps}
+    steps = {step.name: step for step in estimate(layer()).steps}
     rows = 2048 * 6
     assert steps["L1"].flops + steps["L2"].flops == 6 * rows * 4096 * 2048  # 6 h d per row
     assert steps["L2"].nvlink_bytes == rows * 7 / 8 * 4096 * 2
@@ -65,7 +65,7 @@ def test_work_and_traffic_by_hand():
 
 def test_rows_that_meet_are_sent_once():
     sizes = {"hidden": 2048, "intermediate": 768, "num_experts": 128, "num_topk": 8, "num_ranks": 4}
-    plan, off = plan_moe(layer(**sizes)), plan_moe(layer(64, **sizes))
+    plan, off = estimate(layer(**sizes)), estimate(layer(64, **sizes))
     assert plan.presum and not off.presum
     _router, dispatch, _l1, l2, combine = plan.steps
     assert l2.nvlink_bytes == 0 < off.steps[3].nvlink_bytes
@@ -77,7 +77,7 @@ def test_rows_that_meet_are_sent_once():
 
 def test_where_l1_cannot_quantise_another_kernel_does():
     def l1(format):
-        return plan_moe(layer(2048, 1, format, num_experts=32)).steps[2]
+        return estimate(layer(2048, 1, format, num_experts=32)).steps[2]
 
     row, weights = 4096 + 32 * 4, 32 * 2 * (4096 * 2048 + 32 * 16 * 4)
     stored, quantised = 2048 * 2, 2048 + 16 * 4
@@ -86,32 +86,32 @@ def test_where_l1_cannot_quantise_another_kernel_does():
 
 
 def test_few_tokens_are_bound_by_reading_weights_and_many_by_products():
-    few, many = ({s.name: s.bound_by for s in plan_moe(layer(n, format="bf16")).steps} for n in (64, 8192))
+    few, many = ({s.name: s.bound_by for s in estimate(layer(n, format="bf16")).steps} for n in (64, 8192))
     assert (few["L1"], few["L2"], few["combine"]) == ("HBM", "HBM", "latency")
     assert (many["L1"], many["dispatch"]) == ("compute", "NVLink")
-    assert {s.name: s.bound_by for s in plan_moe(layer(64, format="mxfp4")).steps}["L1"] == "compute"  # widening
+    assert {s.name: s.bound_by for s in estimate(layer(64, format="mxfp4")).steps}["L1"] == "compute"  # widening
 
 
 def test_only_experts_that_get_rows_are_read():
-    one = plan_moe(layer(1, 1)).steps[2]
+    one = estimate(layer(1, 1)).steps[2]
     assert one.hbm_bytes == pytest.approx(6 * 2 * 2048 * 4096, rel=0.01)
 
 
 def test_block_sizes_on_hopper_are_those_of_its_kernel():
-    plan = plan_moe(layer(64, format="mxfp4_mxfp8"))
+    plan = estimate(layer(64, format="mxfp4_mxfp8"))
     kernel = hopper_mx.default_config(64 * 6, 4096, 32, 132)
     assert (plan.l2.block_m, plan.l2.num_stages) == (kernel.block_y, kernel.num_stages)
     sizes = {"num_ranks": 1, "num_experts": 32, "format": "mxfp4"}
-    few, many = (plan_moe(layer(num_tokens, **sizes)).l2 for num_tokens in (32 * few_tokens.MOST_ROWS // 6, 4096))
+    few, many = (estimate(layer(num_tokens, **sizes)).l2 for num_tokens in (32 * few_tokens.MOST_ROWS // 6, 4096))
     assert (few.block_m, few.shared_evenly) == (16, True)
     assert (many.block_m, many.shared_evenly) == (many_config(2048, 4096 * 6, 32).block_y, False)
-    assert not plan_moe(layer(1, 2, "mxfp4")).l2.shared_evenly  # ranks don't use the kernels for few tokens
+    assert not estimate(layer(1, 2, "mxfp4")).l2.shared_evenly  # ranks don't use the kernels for few tokens
 
 
 def test_buffers_follow_max_tokens():
-    plan = plan_moe(layer(64), max_tokens=8192)
+    plan = estimate(layer(64), max_tokens=8192)
     assert plan.pool_rows == 8 * 8192 * 6  # as many as `symmetric_memory.allocate` has
-    assert plan.staged_us == plan_moe(layer(64)).staged_us
+    assert plan.staged_us == estimate(layer(64)).staged_us
     row_bytes = 4096 + 32 * 4 + 2048 + 16 * 4
     assert plan.buffer_bytes == plan.pool_rows * row_bytes + 8192 * 6 * 4096 * 2
     assert plan.weight_bytes == 32 * 3 * (4096 * 2048 + 32 * 16 * 4)
@@ -135,21 +135,21 @@ def test_buffers_follow_max_tokens():
 )  # fmt: skip
 def test_impossible_layers_are_refused_in_words(change, words):
     with pytest.raises(ValueError, match=words):
-        plan_moe(layer(**change))
+        estimate(layer(**change))
 
 
 def test_impossible_calls_are_refused_in_words():
     with pytest.raises(ValueError, match="arch: expected one of 'sm_90', 'sm_100', got 'sm_80'"):
-        plan_moe(layer(), "sm_80")
+        estimate(layer(), "sm_80")
     with pytest.raises(ValueError, match="mxfp4_mxfp8 on sm_100, 4096 x 2848: .* K in 64s"):
-        plan_moe(layer(hidden=2848, format="mxfp4_mxfp8"), "sm_100")
+        estimate(layer(hidden=2848, format="mxfp4_mxfp8"), "sm_100")
     with pytest.raises(ValueError, match="max_tokens: expected an int from 2048 to 2147483647, got 64"):
-        plan_moe(layer(), max_tokens=64)
+        estimate(layer(), max_tokens=64)
 
 
 def test_what_is_not_measured_is_said():
     def text(format, arch):
-        return " ".join(plan_moe(layer(format=format), arch).notes)
+        return " ".join(estimate(layer(format=format), arch).notes)
 
     assert "vendor's peaks, not measured" in text("bf16", "sm_100")
     assert "vendor" not in text("bf16", "sm_90")

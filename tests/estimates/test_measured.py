@@ -6,15 +6,15 @@ from statistics import median
 import pytest
 
 from bench import evidence
+from envoi.estimates import MoeLayer, estimate, total
+from envoi.estimates.blocks import Blocks
+from envoi.estimates.exchange import LINKS
+from envoi.estimates.layer import rows_per_expert
+from envoi.estimates.machines import H200
+from envoi.estimates.network import Network
+from envoi.estimates.steps import gemm_us, step_of
 from envoi.ops.gemm.hopper.time_model import COSTS
 from envoi.ops.moe.one_launch.host import MANY_ROWS
-from envoi.plan import MoeLayer, api, plan_moe
-from envoi.plan.blocks import Blocks
-from envoi.plan.exchange import LINKS
-from envoi.plan.layer import rows_per_expert
-from envoi.plan.machines import H200
-from envoi.plan.network import Network
-from envoi.plan.steps import gemm_us, step_of
 from envoi.runtime.gpu_rates import H200 as RATES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
@@ -68,7 +68,7 @@ def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took)
     widened = 32 * rows * (4096 * 33 / 32 + 2 * 4096) / H200.hbm_gb_per_s / 1e3
     both = predicted(rows, 32, 4096, 4096, "mxfp4_mxfp8", rows, 256) + widened
     assert both == pytest.approx(took, rel=0.05)
-    l2 = plan_moe(MoeLayer(4096, 4096, 32, 1, 32 * rows, format="mxfp4_mxfp8")).steps[3]
+    l2 = estimate(MoeLayer(4096, 4096, 32, 1, 32 * rows, format="mxfp4_mxfp8")).steps[3]
     assert both - 0.1 <= l2.time_us < 2.5 * both
 
 
@@ -82,7 +82,7 @@ def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took)
     ],
 )  # fmt: skip
 def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_tokens, took):
-    plan = plan_moe(MoeLayer(hidden, intermediate, 32, 4, num_tokens, format="mxfp4"))
+    plan = estimate(MoeLayer(hidden, intermediate, 32, 4, num_tokens, format="mxfp4"))
     assert plan.staged_us - plan.steps[0].time_us == pytest.approx(took, rel=0.15)
 
 
@@ -94,29 +94,30 @@ def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_t
 )
 def test_the_staged_path(num_gpus, format, within, monkeypatch):
     """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
-    now = api.takes_one_launch
+    now = total.takes_one_launch
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and m.num_gpus == num_gpus]
     cases = [m for m in found if f" {format} " in m.case or not format]
     cases = [m for m in cases if len(m.case.split()) == 3]  # neither skewed nor another transport
+    cases = [m for m in cases if "mxfp4_mxfp8" not in m.case]  # with few tokens its loop is bound by instructions
     assert len(cases) >= 4
     for m in cases:
         sizes, of, tokens = m.case.split()
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
         since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= MANY_ROWS else ONE_LAUNCH_SINCE
-        monkeypatch.setattr(api, "takes_one_launch", now if m.date >= since else lambda *_: False)
-        plan = plan_moe(layer)
+        monkeypatch.setattr(total, "takes_one_launch", now if m.date >= since else lambda *_: False)
+        plan = estimate(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case
 
 
 def test_one_launch_is_taken_where_the_kernel_is():
     sizes = [(4096, 2048, 256, 6, 64), *((2048, 768, 128, 8, tokens) for tokens in (2048, 4096, 8192))]
-    found = [plan_moe(MoeLayer(*size, 2, "fp8_block128")) for size in sizes]  # 3, 256, 512 and 1024 rows an expert
+    found = [estimate(MoeLayer(*size, 2, "fp8_block128")) for size in sizes]  # 3, 256, 512 and 1024 rows an expert
     assert [plan.one_launch for plan in found] == [True, True, False, True]
     assert [plan.steps[3].fixed_us == 0 for plan in found] == [True, True, False, True]
-    assert not plan_moe(MoeLayer(*sizes[0], 2, "fp8_row")).one_launch
-    assert not plan_moe(MoeLayer(*sizes[0], 2, "fp8_block128"), arch="sm_100").one_launch
-    assert not plan_moe(MoeLayer(4096, 2048, 256, 6, 64, 1, "fp8_block128", num_hosts=2)).one_launch
-    assert not plan_moe(MoeLayer(2048, 768, 128, 8, 16, 1, "fp8_block128")).one_launch  # the kernels for few tokens
+    assert not estimate(MoeLayer(*sizes[0], 2, "fp8_row")).one_launch
+    assert not estimate(MoeLayer(*sizes[0], 2, "fp8_block128"), arch="sm_100").one_launch
+    assert not estimate(MoeLayer(4096, 2048, 256, 6, 64, 1, "fp8_block128", num_hosts=2)).one_launch
+    assert not estimate(MoeLayer(2048, 768, 128, 8, 16, 1, "fp8_block128")).one_launch  # the kernels for few tokens
 
 
 def test_two_hosts():
@@ -127,7 +128,7 @@ def test_two_hosts():
         sizes, format, tokens, *_, last = m.case.split()
         num_tokens, num_gpus = int(tokens.removeprefix("tokens=")), m.num_gpus // 2
         layer = MoeLayer(*map(int, sizes.split("/")), num_tokens, num_gpus, format, num_hosts=2)
-        plan = plan_moe(layer, network=Network(LINKS["nccl"].gb_per_s), presum=last == "sums")
+        plan = estimate(layer, network=Network(LINKS["nccl"].gb_per_s), presum=last == "sums")
         off = 0.15 if m.num_gpus == 2 else 0.17
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=off), m.case
 

@@ -1,4 +1,4 @@
-"""Performance constants of the GPUs: those of `envoi.plan` alone, beside the rates that all models share.
+"""Performance constants of the GPUs: those of `envoi.estimates` alone, beside the rates that all models share.
 
 H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; nothing has been run there.
 """

@@ -22,7 +22,7 @@ met: the fraction of rows that remains if each slot's rank is drawn at random: R
 
 from dataclasses import dataclass
 
-from envoi.plan.machines import H200
+from envoi.estimates.machines import H200
 
 ROW_BYTES = 2  # bf16, one column
 TILE = 128  # tokens of a tile, for the rate of products

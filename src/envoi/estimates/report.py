@@ -1,11 +1,11 @@
-"""Plan as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
+"""Estimate as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
 
 from pathlib import Path
 from typing import Any
 
-from envoi.plan.api import GB, Plan
-from envoi.plan.blocks import Blocks
-from envoi.plan.steps import RESOURCES, Step
+from envoi.estimates.blocks import Blocks
+from envoi.estimates.steps import RESOURCES, Step
+from envoi.estimates.total import GB, Estimate
 from envoi.table import align, fold, number
 
 BARS = 60  # of all steps together in the picture
@@ -15,16 +15,16 @@ COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "n
 PRESUM = "; rows of a token that meet on a {} are summed there before they go back"
 
 
-def to_text(plan: Plan) -> str:
+def to_text(found: Estimate) -> str:
     """Return title, tables of times and of work, picture, sizes, notes: in 80 columns."""
-    names = resources_of(plan)
+    names = resources_of(found)
     header = ("step", "us", *(f"{name} us" for name in names), "fixed us", "bound by")
-    times = align(header, [_times(step, names) for step in plan.steps], left=(0, len(header) - 1))
+    times = align(header, [_times(step, names) for step in found.steps], left=(0, len(header) - 1))
     wires = [f"{name} MB" for name in names if name not in ("compute", "HBM")]
-    work = align(("step", "GFLOP", "HBM MB", *wires), [_work(step, len(wires)) for step in plan.steps])
-    notes = [f"note: {note}" for note in plan.notes]
-    prose = map(fold, (*_sums(plan), *_sizes(plan), *notes))
-    return "\n".join([fold(title(plan)), "", times, "", work, "", *_picture(plan), "", *prose])
+    work = align(("step", "GFLOP", "HBM MB", *wires), [_work(step, len(wires)) for step in found.steps])
+    notes = [f"note: {note}" for note in found.notes]
+    prose = map(fold, (*_sums(found), *_sizes(found), *notes))
+    return "\n".join([fold(title(found)), "", times, "", work, "", *_picture(found), "", *prose])
 
 
 def encodable(text: str, stream: Any) -> str:
@@ -36,14 +36,14 @@ def encodable(text: str, stream: Any) -> str:
     return text
 
 
-def resources_of(plan: Plan) -> tuple[str, ...]:
-    """Return the names of the resources that the plan's steps need: the network only between hosts."""
-    return RESOURCES if plan.layer.num_hosts > 1 else RESOURCES[:-1]
+def resources_of(found: Estimate) -> tuple[str, ...]:
+    """Return the names of the resources that the found's steps need: the network only between hosts."""
+    return RESOURCES if found.layer.num_hosts > 1 else RESOURCES[:-1]
 
 
-def title(plan: Plan) -> str:
+def title(found: Estimate) -> str:
     """Return one line with the layer and the machine."""
-    layer, machine = plan.layer, plan.machine
+    layer, machine = found.layer, found.machine
     where = f"{layer.num_hosts} x {layer.num_ranks}" if layer.num_hosts > 1 else str(layer.num_ranks)
     return (
         f"hidden {layer.hidden}, intermediate {layer.intermediate}, {layer.num_experts} experts, top-{layer.num_topk}, "
@@ -65,30 +65,30 @@ def _short(value: float) -> str:
     return number(value) if value else "-"
 
 
-def _picture(plan: Plan) -> list[str]:
+def _picture(found: Estimate) -> list[str]:
     """Return the lines of the picture; each step's bar begins at the end of the previous one."""
     lines, start = [], 0.0
-    for step in plan.steps:
-        first, last = (round(at / plan.staged_us * BARS) for at in (start, start + step.time_us))
+    for step in found.steps:
+        first, last = (round(at / found.staged_us * BARS) for at in (start, start + step.time_us))
         bar = " " * first + FILLS[step.bound_by] * max(1, last - first)
         lines.append(f"{step.name:<9} {bar} {number(step.time_us)}")
         start += step.time_us
-    used = (*resources_of(plan), "latency")
+    used = (*resources_of(found), "latency")
     legend = "  ".join(f"{fill} {name}" for name, fill in FILLS.items() if name in used)
     return [*lines, f"{'':9} bound by {legend}"]
 
 
-def _sums(plan: Plan) -> list[str]:
-    return [f"staged: {number(plan.staged_us)} us, the steps one after the other{_presum(plan)}"]
+def _sums(found: Estimate) -> list[str]:
+    return [f"staged: {number(found.staged_us)} us, the steps one after the other{_presum(found)}"]
 
 
-def _presum(plan: Plan) -> str:
-    return PRESUM.format("host" if plan.layer.num_hosts > 1 else "rank") if plan.presum else ""
+def _presum(found: Estimate) -> str:
+    return PRESUM.format("host" if found.layer.num_hosts > 1 else "rank") if found.presum else ""
 
 
-def _between_hosts(plan: Plan) -> list[str]:
+def _between_hosts(found: Estimate) -> list[str]:
     """Return the line on bytes between hosts, if there are several."""
-    found, network = plan.between_hosts, plan.network
+    found, network = found.between_hosts, found.network
     if found is None or network is None:
         return []
     sent, gathered, counted = (
@@ -100,28 +100,28 @@ def _between_hosts(plan: Plan) -> list[str]:
     ]
 
 
-def _sizes(plan: Plan) -> list[str]:
-    layer = plan.layer
+def _sizes(found: Estimate) -> list[str]:
+    layer = found.layer
     return [
-        _gemm("L1", plan, plan.l1, layer.l1_nk),
-        _gemm("L2", plan, plan.l2, layer.l2_nk),
-        f"pool: {plan.pool_rows} rows, one for each slot of {plan.max_tokens} tokens a GPU; buffers "
-        f"{number(plan.buffer_bytes / GB)} GB, weights {number(plan.weight_bytes / GB)} GB",
-        *["L1 and L2: one launch"] * plan.one_launch, *_between_hosts(plan),
+        _gemm("L1", found, found.l1, layer.l1_nk),
+        _gemm("L2", found, found.l2, layer.l2_nk),
+        f"pool: {found.pool_rows} rows, one for each slot of {found.max_tokens} tokens a GPU; buffers "
+        f"{number(found.buffer_bytes / GB)} GB, weights {number(found.weight_bytes / GB)} GB",
+        *["L1 and L2: one launch"] * found.one_launch, *_between_hosts(found),
     ]  # fmt: skip
 
 
-def _gemm(name: str, plan: Plan, blocks: Blocks, nk: tuple[int, int]) -> str:
-    num_sms = plan.machine.num_sms
+def _gemm(name: str, found: Estimate, blocks: Blocks, nk: tuple[int, int]) -> str:
+    num_sms = found.machine.num_sms
     rounds = number(blocks.rounds(num_sms)) if blocks.shared_evenly else str(blocks.rounds(num_sms))
     return (
-        f"{name}: {plan.layer.num_rows} x {nk[0]} x {nk[1]} in tiles of {blocks.block_m} x {blocks.block_n}, "
+        f"{name}: {found.layer.num_rows} x {nk[0]} x {nk[1]} in tiles of {blocks.block_m} x {blocks.block_n}, "
         f"{blocks.num_stages} stages of {blocks.block_k}; {blocks.num_tiles:.0f} tiles, "
         f"{rounds} rounds on {num_sms} SMs"
     )
 
 
-def draw(path: Path, plan: Plan) -> None:
+def draw(path: Path, found: Estimate) -> None:
     """Draw the steps as bars: the time of each resource, side by side, with the step's time above them."""
     import matplotlib
 
@@ -129,19 +129,19 @@ def draw(path: Path, plan: Plan) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    shown = (*resources_of(plan), "fixed")
+    shown = (*resources_of(found), "fixed")
     width = 0.8 / len(shown)
     for place, name in enumerate(shown):
-        times = [{**step.parts_us, "fixed": step.fixed_us}[name] for step in plan.steps]
+        times = [{**step.parts_us, "fixed": step.fixed_us}[name] for step in found.steps]
         axes.bar(
             [at + (place - 1.5) * width for at in range(len(times))], times, width, label=name, color=COLOURS[name]
         )
-    for at, step in enumerate(plan.steps):
+    for at, step in enumerate(found.steps):
         axes.hlines(step.time_us, at - 0.4, at + 0.4, color="k")
         axes.annotate(f"{number(step.time_us)} us", (at, step.time_us), ha="center", va="bottom")
-    axes.set_xticks(range(len(plan.steps)), [step.name for step in plan.steps])
-    axes.set(ylabel="us", title=f"{number(plan.staged_us)} us, the steps one after the other")
+    axes.set_xticks(range(len(found.steps)), [step.name for step in found.steps])
+    axes.set(ylabel="us", title=f"{number(found.staged_us)} us, the steps one after the other")
     axes.legend()
-    figure.suptitle(title(plan), fontsize=9)
+    figure.suptitle(title(found), fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""`envoi plan`: table, picture, JSON, and errors in a line."""
+"""`envoi estimate`: table, picture, JSON, and errors in a line."""
 
 import json
 import shlex
@@ -47,8 +47,8 @@ def test_it_fits_80_columns(arguments, format, capsys):
 
 
 def test_the_readme_shows_this_command():
-    line = next(line for line in README.read_text().splitlines() if line.startswith("    envoi plan "))
-    assert line.split("envoi plan ")[1] == ARGUMENTS
+    line = next(line for line in README.read_text().splitlines() if line.startswith("    envoi estimate "))
+    assert line.split("envoi estimate ")[1] == ARGUMENTS
 
 
 def test_one_gpu_has_no_wire(capsys):

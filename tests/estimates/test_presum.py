@@ -2,7 +2,7 @@
 
 import pytest
 
-from envoi.plan.exchange import presum_pays
+from envoi.estimates.exchange import presum_pays
 
 
 def sizes(hidden, num_topk, max_tokens, num_ranks=4):

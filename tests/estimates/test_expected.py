@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from envoi.plan.layer import MoeLayer, active_experts, matrix_bytes, pulled_tokens, rows_per_expert, tiles_per_expert
+from envoi.estimates.layer import (
+    MoeLayer,
+    active_experts,
+    matrix_bytes,
+    pulled_tokens,
+    rows_per_expert,
+    tiles_per_expert,
+)
 from envoi.quant.cast import quantize
 from envoi.quant.formats import SCHEMES
 

@@ -1,0 +1,63 @@
+"""`envoi.plan`: launches, outputs and workspace of calls that aren't made, with tensors that have no memory."""
+
+import pytest
+import torch
+
+import envoi
+from envoi.types import ExpertWeights, Routing
+
+BF16 = torch.bfloat16
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def layer(num_tokens: int) -> tuple[torch.Tensor, Routing, ExpertWeights]:
+    slots = meta(num_tokens, 8, dtype=torch.float32), meta(num_tokens, 8, dtype=torch.int32)
+    experts = ExpertWeights(meta(16, 512, 256), meta(16, 256, 256), "bf16")
+    return meta(num_tokens, 256), Routing(*slots, 16), experts
+
+
+def test_a_layer_is_planned_without_a_gpu():
+    made = envoi.plan(envoi.moe, *layer(6400))
+    kernels = [launch.kernel for launch in made.launches]
+    assert kernels == ["sort_kernel", "gather_kernel", "gemm_kernel", "gemm_kernel", "combine_kernel"]
+    assert (made.outputs.shape, made.outputs.dtype, made.outputs.device.type) == ((6400, 256), BF16, "meta")
+    rows = 6400 * 8
+    assert rows * (256 + 256 + 256) * 2 < made.workspace_bytes < 1.02 * rows * 3 * 256 * 2  # gathered, hidden, rows
+
+
+def test_fewer_multiprocessors_and_another_architecture():
+    given = meta(4096, 512), meta(4096, 512)
+    assert envoi.plan(envoi.gemm, *given).launches[0].grid == (132,)
+    assert envoi.plan(envoi.gemm, *given, num_sms=20).launches[0].grid == (20,)
+    (launch,) = envoi.plan(envoi.gemm, *given, arch="sm_100").launches
+    assert launch.grid != (132,), "Triton's kernel has a program for each tile"
+
+
+def test_outputs_have_the_form_of_the_result():
+    made = envoi.plan(envoi.route, meta(64, 512), meta(32, 512), 4, return_counts=True)
+    assert isinstance(made.outputs, Routing) and made.outputs.num_tokens_per_expert.shape == (32,)
+    values = envoi.plan(envoi.gemm, meta(64, 512), meta(256, 512), envoi.epilogues.library.swiglu_fp8).outputs
+    assert isinstance(values, envoi.QuantTensor) and values.shape == (64, 128)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="function: expected an operator such as envoi.gemm"):
+        envoi.plan(torch.mm, meta(4, 4), meta(4, 4))
+    with pytest.raises(ValueError, match="b: expected"):
+        envoi.plan(envoi.gemm, meta(64, 256), meta(64, 128))
+    with pytest.raises(ValueError, match="expected tensors on meta, or on a GPU without arch, got cpu"):
+        envoi.plan(envoi.gemm, torch.zeros(64, 256), torch.zeros(64, 256))
+    a = meta(64, 256)
+    with pytest.raises(ValueError, match="given twice"):
+        envoi.plan(envoi.gemm, a, a)
+    with pytest.raises(ValueError, match="expected arguments like the planned ones"):
+        envoi.plan(envoi.gemm, a, meta(64, 256)).run(meta(63, 256), meta(64, 256))
+
+
+def test_the_earlier_name_of_the_time_model_warns():
+    from envoi.plan import MoeLayer, plan_moe
+
+    assert MoeLayer is envoi.estimates.MoeLayer and plan_moe is envoi.estimate
