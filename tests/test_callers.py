@@ -10,6 +10,7 @@ from envoi.epilogues import Col
 from envoi.quant import FORMATS, quantize
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 
 LAYER = make(tokens=6)
@@ -37,7 +38,7 @@ def run(request):
     return lambda function, *arguments: torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", mostly_slow(FORMATS, quick=["bf16", "fp8_block128", "mxfp4"]))
 def test_ids_of_torchs_topk(format, run):
     packed = LAYER.pack(format)
     weights, ids = torch.randn(6, 8, generator=torch.Generator().manual_seed(2)).softmax(1).topk(3)
@@ -82,7 +83,7 @@ def test_batches_of_nothing():
         assert envoi.route(torch.zeros(shape), GATE, 2).topk_ids.shape == (0, 2)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", mostly_slow(FORMATS, quick=["bf16", "fp8_block128", "mxfp4"]))
 def test_fp16_tokens(format, run):
     packed = LAYER.pack(format)
     want = envoi.moe(WIDE.half().bfloat16(), R, packed).half()
@@ -179,7 +180,7 @@ def shifted(acc, c: Col):
     return acc + c
 
 
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", mostly_slow([torch.bfloat16, torch.float16], quick=[torch.bfloat16]))
 def test_a_gemm_in_an_autocast_is_cast_like_torchs(cast, run):
     c = torch.linspace(-1, 1, 8)
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32)

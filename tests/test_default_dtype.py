@@ -11,6 +11,7 @@ from envoi.experts import unpack
 from envoi.ops.indexer import indexer_topk
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from envoi.quant.pack import with_checked_scales
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tools.oracles.indexer_workloads import one
 
@@ -92,7 +93,7 @@ def same_bits(got: object, want: object) -> bool:
     )
 
 
-@pytest.fixture(params=OTHERS, ids=str)
+@pytest.fixture(params=mostly_slow(OTHERS, quick=[torch.float64]), ids=str)
 def default_dtype(request) -> Iterator[Callable[[], None]]:
     """Return a function that sets another default dtype."""
     yield lambda: torch.set_default_dtype(request.param)

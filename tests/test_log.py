@@ -13,6 +13,7 @@ from envoi.env import LOG_LEVELS, log_level
 from envoi.ops.gemm import backend
 from envoi.runtime import launch
 from tests.helpers import fresh
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 
 LAYER = make(tokens=5)
@@ -53,12 +54,12 @@ def lines(text: str) -> list[str]:
     return [line.removeprefix("envoi: ") for line in text.splitlines() if line.startswith("envoi: ")]
 
 
-@pytest.mark.parametrize("level", ["", "0"])
+@pytest.mark.parametrize("level", mostly_slow(["", "0"], quick=[""]))
 def test_off_is_silent(level, monkeypatch):
     assert run(STEPS + "step(layer.tokens)", level, monkeypatch) == ("", "")
 
 
-@pytest.mark.parametrize("level", ["call", "1"])
+@pytest.mark.parametrize("level", mostly_slow(["call", "1"], quick=["call"]))
 def test_calls(level, monkeypatch):
     found = lines(run(STEPS + "step(layer.tokens)", level, monkeypatch)[1])
     assert [line.partition("(")[0] for line in found] == [
@@ -69,6 +70,7 @@ def test_calls(level, monkeypatch):
     assert "tensors=[float32 [10] on cpu]" in found[2]
 
 
+@pytest.mark.slow
 def test_calls_of_a_compiled_graph(monkeypatch):
     code = STEPS + "torch.compile(step, fullgraph=True, backend='aot_eager')(layer.tokens)"
     found = lines(run(code, "call", monkeypatch)[1])
@@ -83,7 +85,7 @@ def test_configs(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("level", ["2", "3"])
+@pytest.mark.parametrize("level", mostly_slow(["2", "3"], quick=["3"]))
 def test_configs_of_kernels(level, monkeypatch):
     found = lines(run(STEPS + "step(layer.tokens)", level, monkeypatch, TRITON_INTERPRET="1")[1])
     kernels = [line.partition(",")[0] for line in found if line.startswith("config")]

@@ -8,6 +8,7 @@ from envoi import spans
 from envoi.quant import FORMATS
 from tests.helpers import fresh
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 
 LAYER = make(tokens=5)
@@ -86,7 +87,7 @@ print(*names)
 """
 
 
-@pytest.mark.parametrize("value", ["1", "0", ""])
+@pytest.mark.parametrize("value", mostly_slow(["1", "0", ""], quick=["1"]))
 def test_nvtx_is_asked_for_by_the_environment(value, monkeypatch):
     monkeypatch.setenv("ENVOI_NVTX", value)
     done = fresh.run(WITH_NVTX)

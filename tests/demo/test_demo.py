@@ -26,6 +26,10 @@ ALLOWED = {"bf16": 1e-3, "fp8_row": 0.02, "fp8_block128": 0.02, "mxfp8": 0.02, "
 CPU = torch.device("cpu")
 
 
+QUICK = ["fp8_block128", "mxfp4"]
+OTHERS = [format for format in FORMATS if format not in ("bf16", *QUICK)]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """Start the server of all tests' ranks, lest the demo's own, which imports less, be it."""
@@ -42,7 +46,7 @@ def batches():
     return lm.windows(read_text(None, MODEL, 4096).data, CPU)
 
 
-@pytest.mark.parametrize("formats", [["bf16"], [format for format in FORMATS if format != "bf16"]])
+@pytest.mark.parametrize("formats", [["bf16"], QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_every_format_costs_no_more_bits_than_promised(model, formats):
     num_bytes = 8192 if formats == ["bf16"] else 4096  # a difference of 0.001 needs more bytes to show
     batches = lm.windows(read_text(None, MODEL, num_bytes).data, CPU)

@@ -48,16 +48,13 @@ from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.helpers.inputs import normal
 
 PAIRINGS = [
     ("fp8_row", "fp8_row"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
     ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("fp8_1x128", "fp8_row"), ("fp8_row", "mxfp8"),
 ]  # fmt: skip
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @epilogue

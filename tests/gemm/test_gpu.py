@@ -1,6 +1,7 @@
 """GEMM kernels on a GPU: every path, against float64, on sizes and inputs chosen to break them."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -50,6 +51,7 @@ from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.runtime import prepared
 from envoi.types import QuantTensor
+from tests.helpers import inputs
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -69,9 +71,7 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def normal(*shape: int, seed: int = 0, dtype=torch.bfloat16) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+normal = partial(inputs.normal, device="cuda", dtype=torch.bfloat16)
 
 
 def matrix(rows: int, columns: int, scheme: str | None, seed: int, lead: tuple[int, ...] = ()):

@@ -14,6 +14,7 @@ from envoi.ops.gemm.hopper.config import Config, fitted, why_not
 from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix, QuantTensor
+from tests.gemm.test_gpu import normal
 from tests.helpers.accuracy import assert_same_bits, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
@@ -23,10 +24,6 @@ BF16 = torch.bfloat16
 @epilogue
 def two_outputs(acc, c: Tile, alpha: Row, bias: Col):
     return acc * alpha + c, gelu(acc + bias)
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
 def matrix(rows: int, columns: int, kind: str, seed: int) -> Matrix:

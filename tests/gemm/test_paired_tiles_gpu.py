@@ -18,6 +18,7 @@ from envoi.ops.moe.permute import quantize_rows
 from envoi.quant import SCHEMES
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
+from tests.gemm.test_gpu import normal
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import Layer, assert_replays_repeat, make
 from tests.moe.test_gpu import assert_right, on_gpu
@@ -44,11 +45,6 @@ KINDS = {
     "swiglu_oai with a bias": ("swiglu_oai", 7.0, True),
     "geglu, limited": ("geglu", 3.0, False),
 }
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
 
 
 def breaking(rows: int, columns: int, seed: int) -> torch.Tensor:

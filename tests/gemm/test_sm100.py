@@ -63,7 +63,7 @@ def test_every_entry_of_the_registry_is_here():
     assert set(BY_NAME) == {case.name for case in cases.KERNELS}
 
 
-@pytest.mark.parametrize("name", mostly_slow(BY_NAME, quick=["gemm-sm100", "gemm-sm100-nvfp4"]))
+@pytest.mark.parametrize("name", mostly_slow(BY_NAME, quick=["gemm-sm100-nvfp4"]))
 def test_registered(name):
     case = kernel_cases()[name]
     assert case.arches == ("sm_100", "sm_103")
@@ -91,6 +91,7 @@ def wide(record, family):
     return sum(number for opcode, number in record.families[family].items() if "128" in opcode.split("."))
 
 
+@pytest.mark.slow
 def test_parts_along_k_leave_by_wide_stores():
     record, text = build(library.store, dataclasses.replace(PLAIN, split_k=3))
     # A chunk is read once to store a part of a tile, and once if the tile is whole.
@@ -104,6 +105,7 @@ def test_reductions_over_rows_dont_spill():
     check_roles(*build(library.absmax, PLAIN), "UTCHMMA", {"LDTM.x64": 4}, 4, TWO)
 
 
+@pytest.mark.slow
 def test_a_residual_comes_by_tma():
     record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, epilogue_columns=32))
     # One fetch before the tile, then one in each chunk but the last.
@@ -194,6 +196,7 @@ def test_a_launch_that_cant_fit_says_why():
         cases.launch_of(library.store, config)
 
 
+@pytest.mark.slow
 def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
     # Compiled without a launch, such a kernel traps at the allocation; the code after it is removed.
     monkeypatch.setattr(host, "why_not", lambda problem, config, code: "")

@@ -42,6 +42,7 @@ def shapes():
     return program.shapes_of(seed=1, count=40)
 
 
+@pytest.mark.slow
 def test_shapes_are_drawn_and_on_the_kernel(shapes):
     assert len(shapes) == len(set(shapes)) == 40
     assert sum(isinstance(shape, GroupedShape) for shape in shapes) == 10
@@ -99,6 +100,7 @@ def test_the_shipped_constants_choose_well_among_what_was_measured():
     assert max(regret(measured, COSTS) for measured in data) < 1.2
 
 
+@pytest.mark.slow
 def test_constants_that_nothing_shows_stay(shapes):
     plain = [shape for shape in shapes if shape.format == "bf16" and isinstance(shape, GemmShape)]
     costs = fit([measured(shape, OTHER) for shape in plain], program.MODEL)
@@ -134,6 +136,7 @@ def test_one_time_is_no_choice():
         program.from_line(json.dumps(entries))
 
 
+@pytest.mark.slow
 def test_the_command_prints_constants(tmp_path, capsys):
     path = tmp_path / "times.jsonl"
     few = [GemmShape(m, 4096, 4096) for m in (16, 64, 256, 1024, 4096)]

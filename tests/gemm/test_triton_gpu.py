@@ -5,10 +5,11 @@ import torch
 
 from envoi.ops.gemm import reference
 from envoi.ops.gemm.triton import host as triton_host
-from tests.gemm.interpreted.sides import assert_close, expected, normal, whole
+from tests.gemm.interpreted.sides import assert_close, expected, whole
 from tests.gemm.interpreted.test_operations import CLOSE, EXACT, ending, values
 from tests.gemm.interpreted.test_products import GROUPS, PAIRINGS, cast, store
 from tests.helpers.accuracy import relative_error
+from tests.helpers.inputs import normal
 
 pytestmark = pytest.mark.gpu
 

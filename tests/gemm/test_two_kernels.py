@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from envoi.runtime.observer import rehearsing
 
 from envoi import gemm
 from envoi.epilogues import Row, epilogue, exp, log, pairs, quantize, row_sum
@@ -18,8 +17,8 @@ from envoi.ops.gemm.hopper.config import Problem
 from envoi.ops.gemm.hopper.kernel import gemm_kernel
 from envoi.ops.gemm.triton.kernel import rows_kernel
 from envoi.quant.formats import SCHEMES
-from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.program import Launch, without_memory
+from envoi.runtime.devices import Target
+from envoi.runtime.program import Launch, building, without_memory
 from envoi.tune.epilogues import logsumexp, logsumexp_of_max
 from envoi.types import QuantTensor
 from tools.machine_code.compile import compile_launch
@@ -152,10 +151,9 @@ def launches(format: str, M: int, N: int, K: int, grouping: Grouping = ALL_ROWS,
     lead = (experts,) if experts else ()
     a, b = matrix(of_a, M, K), matrix(of_b, *lead, N, K)
     offsets = without_memory((experts + 1,), torch.int32) if experts else None
-    found: list = []
-    with rehearsing(found), standing_for(Target("sm_90")):
+    with building(Target("sm_90")) as builder:
         backend.run_kernels(a, b, offsets, swiglu_fp8.ir, BF16, {}, grouping)
-    return [Launch(*launch) for launch in found]
+    return builder.launches
 
 
 @pytest.mark.parametrize(("format", "M"), [("bf16", 300), ("fp8_row", 37), ("fp8_block128", 1000)])
@@ -193,8 +191,7 @@ def logsumexp_below(acc, bound: Row):
 def test_a_tile_that_needs_its_rows_complete_takes_a_second_kernel_beyond_256_columns(ep, columns):
     a, b = matrix("bf16", 2000, 512), matrix("bf16", columns, 512)
     operands: dict[str, Any] = {"bound": without_memory((2000,), torch.float32)} if ep is logsumexp_below else {}
-    launches: list = []
-    with standing_for(Target("sm_90", SMS)), rehearsing(launches):
+    with building(Target("sm_90", SMS)) as builder:
         gemm(a, b, ep, **operands)
     second = ep is logsumexp_of_max and columns > 256
-    assert [kernel for kernel, *_ in launches] == [gemm_kernel, rows_kernel][: 1 + second]
+    assert [launch.kernel for launch in builder.launches] == [gemm_kernel, rows_kernel][: 1 + second]

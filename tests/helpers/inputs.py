@@ -1,6 +1,13 @@
-"""Inputs chosen to break a selection."""
+"""Random inputs, and those chosen to break a selection."""
 
 import torch
+
+
+def normal(
+    *shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> torch.Tensor:  # fmt: skip
+    """Return normally distributed numbers, drawn in float32."""
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
 def logits(kind: str, rows: int, columns: int, k: int, seed: int = 0) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 from triton.runtime.jit import DependenciesFinder
 
 from envoi.epilogues.lower import FUNCTIONS, Lowered
+from tests.helpers.slow import mostly_slow
 from tools.machine_code import gate, source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +51,11 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "module", "old", "new"), EDITS.values(), ids=EDITS)
-def test_an_edit_changes_it(kernel, module, old, new, edited):
+@pytest.mark.parametrize(
+    "what", mostly_slow(EDITS, quick=["the kernel", "what that calls", "an option of all launches"])
+)
+def test_an_edit_changes_it(what, edited):
+    kernel, module, old, new = EDITS[what]
     before, elsewhere = gate.source_of(KERNELS[kernel], "sm_90"), gate.source_of("ep-mark", "sm_90")
     edited(f"envoi.{module}", old, new)
     assert gate.source_of(KERNELS[kernel], "sm_90") != before
@@ -111,10 +115,12 @@ def test_it_reads_all_that_triton_reads(monkeypatch):
     assert total > 500
 
 
-@pytest.mark.parametrize("folder", ["epilogue", "gemm", "moe", "indexer", "runtime"])
+@pytest.mark.parametrize("folder", ["epilogues", "ops/gemm", "ops/moe", "ops/indexer", "runtime"])
 def test_names_of_device_code_are_found(folder):
     """Test that no name is looked for in vain: then a whole module would stand for it."""
-    for path in sorted((ROOT / "src" / "envoi" / folder).rglob("*.py")):
+    paths = sorted((ROOT / "src" / "envoi" / folder).rglob("*.py"))
+    assert paths
+    for path in paths:
         module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for name in source.module_of(module).definitions:
             for target, used in source.needs(module, name):

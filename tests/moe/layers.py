@@ -1,6 +1,6 @@
 """Random MoE layers, and an eager bf16 version of the layer in plain torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import gelu, linear, relu, silu
@@ -60,6 +60,11 @@ def make(
         normal(experts, rows) if bias else None, normal(experts, hidden) if bias else None,
         activation, limit, packed_layout,
     )  # fmt: skip
+
+
+def with_ids(layer: Layer, ids: torch.Tensor) -> Layer:
+    """Return a layer with other experts in its slots."""
+    return replace(layer, routing=replace(layer.routing, topk_ids=ids.to(torch.int32)))
 
 
 def judged(got: torch.Tensor, layer: Layer, packed: ExpertWeights) -> torch.Tensor:

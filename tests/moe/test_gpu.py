@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe, reference
-from envoi.ops.moe.combine import combine_rows
-from envoi.ops.moe.permute import gather_rows, quantize_rows, sort_slots
-from envoi.ops.moe.reference_permute import permute, take_rows
-from envoi.ops.moe.reference_permute import sort_slots as reference_sort
+from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.reference import permute, take_rows
+from envoi.ops.moe.reference import sort_slots as reference_sort
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
 from envoi.types import QuantTensor, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
-from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each_time, eager_bf16, make
+from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each_time, eager_bf16, make, with_ids
 from tests.moe.own import OWN, layer_of, oracle
 from tests.moe.test_moe import BOUNDS, KINDS
 from tests.moe.test_own_activation import bound
@@ -151,10 +150,6 @@ def test_bf16_is_as_good_as_torchs():
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != "fp8_block128"])
 def test_hidden_2880(format):
     assert_right(make(60, 8, 4, 2880, 320, activation="swiglu_oai", bias=True), format)
-
-
-def with_ids(layer: Layer, ids: torch.Tensor) -> Layer:
-    return replace(layer, routing=replace(layer.routing, topk_ids=ids.to(torch.int32)))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,6 +1,6 @@
 """Faults of a rank, at every stage of its work: what the others are told, how soon, and whether they can go on.
 
-    python -m tests.promises faults --ranks 4 --record
+    python -m tests.promises faults --ranks 4
 
 A rank is killed, stopped for longer than the timeout, or late by half of it: before and in each step of a call. Or it
 passes wrong arguments, or is out of memory while an object is opened. Killed and stopped: every other rank must get a

@@ -1,7 +1,7 @@
 """Soak of `ExpertParallel`: many calls with changing tokens, routing and skew, eager and from graphs, of two objects,
 on one stream and on two. Bits, memory and times are watched.
 
-    python -m tests.promises soak --ranks 4 --calls 100000 --record
+    python -m tests.promises soak --ranks 4 --calls 100000
 
 Calls come in blocks of one kind (`KINDS`), each with a barrier before and a check of bits after it. What a call does
 follows from the seed and its number, so that all ranks make the same calls in the same order. The two objects have

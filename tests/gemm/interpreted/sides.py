@@ -9,10 +9,6 @@ from envoi.types import Matrix, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def whole(*shape: int, seed: int = 0, top: int = 2) -> torch.Tensor:
     """Return whole numbers, whose products and sums are exact."""
     return torch.randint(-top, top + 1, shape, generator=torch.Generator().manual_seed(seed)).float()

@@ -31,9 +31,9 @@ from envoi.ops.gemm.triton import host as triton_host
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
-from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole
+from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, run, whole
 from tests.helpers.accuracy import assert_same_bits, relative_error
-from tests.helpers.inputs import LOGITS, logits
+from tests.helpers.inputs import LOGITS, logits, normal
 
 SCHEMES = [
     ("fp8_e4m3", 128, "fp8_1x128"), ("fp8_e4m3", 32, "mxfp8"), ("fp8_e4m3", "row", "fp8_row"),

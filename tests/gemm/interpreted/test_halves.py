@@ -9,8 +9,9 @@ from envoi.epilogues import Col, HalfCol, HalfTile, Row, epilogue, halves, pairs
 from envoi.quant import quantize as cast_to
 from envoi.quant.formats import FORMATS
 from envoi.types import Matrix, QuantTensor
-from tests.gemm.interpreted.sides import assert_close, expected, normal, run, whole
+from tests.gemm.interpreted.sides import assert_close, expected, run, whole
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.inputs import normal
 from tests.helpers.slow import mostly_slow
 
 OFFSETS = [0, 7, 7, 20]

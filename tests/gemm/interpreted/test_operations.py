@@ -9,7 +9,8 @@ import torch
 from envoi import epilogues as language
 from envoi.epilogues import Col, Row, Scalar, Tile, epilogue, pairs, topk, where
 from envoi.epilogues.operations import OPERATIONS
-from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole
+from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, run, whole
+from tests.helpers.inputs import normal
 from tests.helpers.slow import mostly_slow
 
 # With whole numbers these have the reference's bits.

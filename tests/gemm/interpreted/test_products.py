@@ -8,8 +8,9 @@ from envoi.epilogues.library import store
 from envoi.ops.gemm import gemm, reference
 from envoi.quant import quantize
 from envoi.types import QuantTensor
-from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole
+from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, run, whole
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.inputs import normal
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 # For a, for b.

@@ -11,12 +11,12 @@ from envoi.ops.moe import moe, reference
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.permute import empty_rows
-from envoi.ops.moe.reference_permute import permute
+from envoi.ops.moe.reference import permute
 from envoi.quant import FORMATS, format_named
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.slow import mostly_slow
-from tests.moe.layers import Layer, eager_bf16, make
+from tests.moe.layers import Layer, eager_bf16, make, with_ids
 from tests.moe.test_moe import BOUNDS, KINDS
 from tools.oracles.moe import moe_oracle
 
@@ -48,10 +48,6 @@ def assert_right(layer: Layer, format: str) -> torch.Tensor:
     assert_at_most_twice(got, reference.moe(*arguments(layer, format)), want)
     assert relative_error(got, want) < 1.5 * BOUNDS[format]
     return got
-
-
-def with_ids(layer: Layer, ids: torch.Tensor) -> Layer:
-    return replace(layer, routing=replace(layer.routing, topk_ids=ids.to(torch.int32)))
 
 
 @pytest.mark.parametrize(("format", "kind"), mostly_slow(product(FORMATS, KINDS), quick=CROSSED))

@@ -3,20 +3,17 @@
 import pytest
 import torch
 
-from envoi.epilogues.activation import written
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S
-from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
-from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
-from tests.moe.parallel.test_ranks import MISTAKES, on_one_rank, random_cases
+from tests.moe.parallel.test_ranks import MISTAKES, all_cases, on_one_rank
 
 SIZES = {"max_tokens": 70, "num_topk": 9}
 
@@ -29,18 +26,7 @@ def one_rank_as_many(monkeypatch):
 
 @pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], [2]))
 def test_the_bits_of_one_rank(num_ranks):
-    tried = [Case(format) for format in FORMATS]
-    tried += [
-        Case("fp8_block128", token_ends=[0] * (num_ranks - 1) + [60]),
-        Case("bf16", {"tokens": 0}, [0] * num_ranks),
-        Case("mxfp4", {"masked": 1.0}),
-        Case("bf16", one_expert=5),
-        Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
-        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
-        Case("bf16", {"activation": written(quick_gelu)}),
-        Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8]),
-        *random_cases(num_ranks, 10, seed=num_ranks),
-    ]
+    tried = [*all_cases(num_ranks, 10), Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8])]
     outcomes = run_ranks(num_ranks, cases.run_gathered, tried, SIZES)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(tried):

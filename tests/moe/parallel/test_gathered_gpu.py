@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.epilogues.activation import written
 from envoi.ops.moe.launches import launch_kernel
 from envoi.ops.moe.parallel import (
     PeerTimeout,
@@ -36,7 +35,6 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
-from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_nvlink_gpu import (
@@ -52,7 +50,7 @@ from tests.moe.parallel.test_nvlink_gpu import (
     summed_by_rank,
 )
 from tests.moe.parallel.test_nvlink_gpu import open_here as open_nvlink
-from tests.moe.parallel.test_ranks import random_cases
+from tests.moe.parallel.test_ranks import all_cases
 from tools.kernel_cases import moe_parallel as kernels
 
 __all__ = ["one_rank_as_many"]
@@ -108,18 +106,10 @@ def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torc
 @pytest.mark.parametrize("way", ["gathered", "counted", "hosts"])
 def test_the_bits_of_one_rank(way):
     num_ranks = num_ranks_here()
-    tried = [Case(format) for format in FORMATS]
-    tried += [
-        Case("fp8_block128", token_ends=[0] * (num_ranks - 1) + [60]),
-        Case("bf16", {"tokens": 0}, [0] * num_ranks),
-        Case("mxfp4", {"masked": 1.0}),
-        Case("bf16", one_expert=5),
-        Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
-        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
-        Case("bf16", {"activation": written(quick_gelu)}),
+    tried = [
+        *all_cases(num_ranks, 12),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
-        *random_cases(num_ranks, 12, seed=num_ranks),
     ]
     outcomes = run_ranks(num_ranks, run_all, tried, way, backend="nccl", timeout_s=300)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.epilogues.activation import written
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
@@ -26,10 +25,9 @@ from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
-from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
-from tests.moe.parallel.test_ranks import random_cases
+from tests.moe.parallel.test_ranks import all_cases
 from tools.kernel_cases import moe_parallel as kernels
 
 LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
@@ -155,21 +153,11 @@ def run_all(rank: int, num_ranks: int, tried: list[Case]) -> list[tuple[torch.Te
 @pytest.mark.gpu
 def test_the_bits_of_one_rank():
     num_ranks = gpu_ranks()
-    tried = [Case(format) for format in FORMATS]
-    tried += [
-        Case("fp8_block128", token_ends=[0] * (num_ranks - 1) + [60]),
-        Case("bf16", {"tokens": 0}, [0] * num_ranks),
-        Case("mxfp4", {"masked": 1.0}),
-        Case("mxfp4_mxfp8", {"tokens": 5}),
-        Case("nvfp4", {"tokens": 7, "bias": True}),
-        Case("bf16", one_expert=5),
+    tried = [
+        *all_cases(num_ranks, 12),
         Case("fp8_row", one_expert=0),
-        Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
-        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
-        Case("bf16", {"activation": written(quick_gelu)}),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
-        *random_cases(num_ranks, 12, seed=num_ranks),
     ]
     outcomes = run_ranks(num_ranks, run_all, tried, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks

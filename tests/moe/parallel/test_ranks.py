@@ -48,13 +48,12 @@ def random_cases(num_ranks: int, count: int, seed: int) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], quick=[4]))
-def test_the_bits_of_one_rank(num_ranks):
-    nothing, all_on_last = [0] * num_ranks, [0] * (num_ranks - 1) + [60]
-    tried = [Case(format) for format in FORMATS]
-    tried += [
-        Case("fp8_block128", token_ends=all_on_last),
-        Case("bf16", {"tokens": 0}, nothing),
+def all_cases(num_ranks: int, num_random: int) -> list[Case]:
+    """Return every format, layers chosen to break an exchange, and random ones."""
+    return [
+        *map(Case, FORMATS),
+        Case("fp8_block128", token_ends=[0] * (num_ranks - 1) + [60]),
+        Case("bf16", {"tokens": 0}, [0] * num_ranks),
         Case("mxfp4", {"masked": 1.0}),
         Case("mxfp4_mxfp8", {"tokens": 5}),
         Case("nvfp4", {"tokens": 7, "bias": True}),
@@ -62,9 +61,13 @@ def test_the_bits_of_one_rank(num_ranks):
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
         Case("mxfp8", {"bias": True, "activation": written(reglu)}),
         Case("bf16", {"activation": written(quick_gelu)}),
-        Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8]),
-        *random_cases(num_ranks, 16, seed=num_ranks),
+        *random_cases(num_ranks, num_random, seed=num_ranks),
     ]
+
+
+@pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], quick=[4]))
+def test_the_bits_of_one_rank(num_ranks):
+    tried = [*all_cases(num_ranks, 16), Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8])]
     outcomes = run_ranks(num_ranks, cases.run_cases, tried)
     assert [outcome.error for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(tried):

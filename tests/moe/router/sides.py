@@ -7,6 +7,7 @@ import torch
 from envoi.ops.moe.router import PRESETS, Rule, reference, route
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.inputs import normal
 
 EVERYTHING = {"return_logits": True, "return_dense": True, "return_counts": True}
 FIELDS = ("topk_weights", "topk_ids", "logits", "dense", "num_tokens_per_expert", "expert_offsets")
@@ -38,10 +39,6 @@ class Given:
             expert_bias=self.expert_bias, token_ids=self.token_ids, hash_table=self.hash_table,
             **(wanted or EVERYTHING),
         )  # fmt: skip
-
-
-def normal(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 def random_call(

@@ -12,7 +12,7 @@ from envoi.ops.moe.router.choose_tiling import choose_shares, choose_tiling
 from envoi.ops.moe.router.tiling import TILE
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.inputs import LOGITS, logits
+from tests.helpers.inputs import LOGITS, logits, normal
 from tests.moe.router.sides import (
     EVERYTHING,
     Given,
@@ -22,7 +22,6 @@ from tests.moe.router.sides import (
     judge,
     judge_logits,
     looked_up,
-    normal,
     preset_call,
     random_call,
 )

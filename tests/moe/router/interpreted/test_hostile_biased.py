@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.inputs import LOGITS, logits
-from tests.moe.router.sides import Given, as_product, judge, normal
+from tests.helpers.inputs import LOGITS, logits, normal
+from tests.moe.router.sides import Given, as_product, judge
 from tests.moe.router.test_selection import RULES
 
 ROWS, N, K = 13, 32, 5

@@ -7,7 +7,8 @@ import torch
 
 from envoi.ops.moe.router import Rule, preset
 from tests.helpers.accuracy import assert_same_bits
-from tests.moe.router.sides import FIELDS, judge, judge_logits, looked_up, normal, preset_call, random_call
+from tests.helpers.inputs import normal
+from tests.moe.router.sides import FIELDS, judge, judge_logits, looked_up, preset_call, random_call
 from tests.moe.router.test_exact import distinct_presets
 from tests.moe.router.test_selection import RULES
 

@@ -7,8 +7,8 @@ import torch
 
 from envoi.ops.moe.router import Rule, route
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.inputs import LOGITS, logits
-from tests.moe.router.sides import EVERYTHING, Given, as_product, assert_meant, judge, normal
+from tests.helpers.inputs import LOGITS, logits, normal
+from tests.moe.router.sides import EVERYTHING, Given, as_product, assert_meant, judge
 from tests.moe.router.test_selection import RULES
 
 ROWS, N, K = 13, 32, 5

@@ -7,7 +7,8 @@ import torch
 
 from envoi.ops.moe.router import Rule
 from tests.helpers.accuracy import assert_same_bits
-from tests.moe.router.sides import judge, judge_logits, normal, random_call
+from tests.helpers.inputs import normal
+from tests.moe.router.sides import judge, judge_logits, random_call
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
