@@ -11,26 +11,19 @@ def _layer(format: str, num_tokens: int = M, arch: str = HOPPER[0]) -> Layer:
     return Layer(format, num_tokens, *sizes, layout="interleaved", arch=arch)
 
 
-# Name, description, layer, kernel, and, if it isn't planned on Hopper, for which GPU.
-LAUNCHES = (
-    ("sort", "rows of the slots, sorted by expert", _layer("bf16"), "sort_kernel"),
-    ("gather", "tokens to the rows of their slots, in bf16", _layer("bf16"), "gather_kernel"),
-    ("gather-fp8-row", "quantised with a scale a row", _layer("fp8_row"), "gather_kernel"),
-    ("gather-fp8-block128", "quantised with a scale per 1x128", _layer("fp8_block128"), "gather_kernel"),
-    ("gather-mxfp8", "quantised to MXFP8", _layer("mxfp8"), "gather_kernel"),
-    ("quantize-fp8-row", "L1's rows, with a scale a row", _layer("fp8_row"), "quantize_kernel"),
-    (
-        "quantize-fp8-block128", "with a scale per 1x128", _layer("fp8_block128", arch=BLACKWELL[0]),
-        "quantize_kernel", 0, BLACKWELL[0],
-    ),
-    ("combine", "sums of the rows of each token's slots", _layer("bf16"), "combine_kernel"),
-)  # fmt: skip
-ON_HOPPER = (
-    ("both-gemms", "L1 and L2 in one launch, in fp8_block128", _layer("fp8_block128", M // 2), "fused_kernel"),
-    ("both-gemms-few", "with 48 rows an expert", _layer("fp8_block128", M // 8), "fused_kernel"),
-)
+PORTABLE = _layer("fp8_block128", arch=BLACKWELL[0])  # Hopper quantises in L1
 KERNELS = tuple(
-    case_of(f"experts-{name}", about, arches, *launch)
-    for arches, launches in ((EVERY_ARCH, LAUNCHES), (HOPPER, ON_HOPPER))
-    for name, about, *launch in launches
+    case_of(f"experts-{name}", about, arches, layer, f"{kernel}_kernel", arch=layer.arch)
+    for name, about, arches, layer, kernel in (
+        ("sort", "rows of the slots, sorted by expert", EVERY_ARCH, _layer("bf16"), "sort"),
+        ("gather", "tokens to the rows of their slots, in bf16", EVERY_ARCH, _layer("bf16"), "gather"),
+        ("gather-fp8-row", "quantised with a scale a row", EVERY_ARCH, _layer("fp8_row"), "gather"),
+        ("gather-fp8-block128", "quantised with a scale per 1x128", EVERY_ARCH, _layer("fp8_block128"), "gather"),
+        ("gather-mxfp8", "quantised to MXFP8", EVERY_ARCH, _layer("mxfp8"), "gather"),
+        ("quantize-fp8-row", "L1's rows, with a scale a row", EVERY_ARCH, _layer("fp8_row"), "quantize"),
+        ("quantize-fp8-block128", "with a scale per 1x128", EVERY_ARCH, PORTABLE, "quantize"),
+        ("combine", "sums of the rows of each token's slots", EVERY_ARCH, _layer("bf16"), "combine"),
+        ("both-gemms", "L1 and L2 in one launch, in fp8_block128", HOPPER, _layer("fp8_block128", M // 2), "fused"),
+        ("both-gemms-few", "with 48 rows an expert", HOPPER, _layer("fp8_block128", M // 8), "fused"),
+    )
 )

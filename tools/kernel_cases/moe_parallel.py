@@ -7,14 +7,14 @@ M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
 NUM_HOSTS = 2
 
 
-def _layer(way: str, format: str = "bf16", presum: bool = False) -> LayerOfRanks:
+def _layer(way: str, format: str, presum: bool) -> LayerOfRanks:
     num_hosts = NUM_HOSTS if way == "hosts" else 1
     num_ranks = NUM_RANKS * num_hosts
     experts = Layer(format, M, HIDDEN, num_experts=NUM_EXPERTS // num_ranks, num_topk=NUM_TOPK)
     return LayerOfRanks(experts, num_ranks, way, presum, num_hosts)
 
 
-# Name, description, format or whether ranks sum before they send, kernel.
+# Name, description, format, kernel; in PRESUMMED ranks sum before they send.
 LAUNCHES = (
     ("stage-tokens-bf16", "tokens to where peers read them", "bf16", "stage_tokens_kernel"),
     ("stage-tokens-fp8-block128", "quantised to 1x128", "fp8_block128", "stage_tokens_kernel"),
@@ -25,14 +25,14 @@ LAUNCHES = (
     ("pull-mxfp8", "in MXFP8", "mxfp4_mxfp8", "pull_kernel"),
     ("combine-barrier", "barrier across ranks after L2", "bf16", "combine_barrier_kernel"),
     ("sum", "sums over each token's slots", "bf16", "sum_kernel"),
-    ("send-partial-sums", "sums of a token's rows, sent to its rank", True, "send_partial_sums_kernel"),
-    ("sum-ranks", "sums of what the ranks sent for a token", True, "sum_ranks_kernel"),
+    ("send-partial-sums", "sums of a token's rows, sent to its rank", "bf16", "send_partial_sums_kernel"),
+    ("sum-ranks", "sums of what the ranks sent for a token", "bf16", "sum_ranks_kernel"),
 )
 AROUND_COLLECTIVES = (
     ("mark", "counts a point of a call around collectives", "bf16", "mark_kernel"),
     ("settle", "rows of this rank from all ranks' sizes", "bf16", "settle_kernel"),
     ("sum-received", "sums of rows from all ranks", "bf16", "sum_received_kernel"),
-    ("sum-received-sums", "of sums from all ranks", True, "sum_received_kernel"),
+    ("sum-received-sums", "of sums from all ranks", "bf16", "sum_received_kernel"),
 )
 BETWEEN_HOSTS = (
     ("pack-slots", "slots of a rank into its parcel", "bf16", "pack_slots_kernel"),
@@ -42,16 +42,14 @@ BETWEEN_HOSTS = (
     ("unpack-mxfp8", "in MXFP8", "mxfp4_mxfp8", "unpack_kernel"),
     ("seal", "the call's number to the end of each part", "bf16", "seal_kernel"),
     ("sum-hosts", "sums of rows from all hosts", "bf16", "sum_hosts_kernel"),
-    ("sum-hosts-sums", "of sums from all hosts", True, "sum_hosts_kernel"),
+    ("sum-hosts-sums", "of sums from all hosts", "bf16", "sum_hosts_kernel"),
 )
+PRESUMMED = ("send-partial-sums", "sum-ranks", "sum-received-sums", "sum-hosts-sums")
 NVLINK, GATHERED, HOSTS = (
     tuple(
-        case_of(
-            f"ep-{name}", about, EVERY_ARCH, _layer(way, "bf16", True) if format is True else _layer(way, format),
-            kernel,
-        )
+        case_of(f"ep-{name}", about, EVERY_ARCH, _layer(way, format, name in PRESUMMED), kernel)
         for name, about, format, kernel in launches
     )
     for way, launches in (("memory", LAUNCHES), ("gathered", AROUND_COLLECTIVES), ("hosts", BETWEEN_HOSTS))
-)  # fmt: skip
+)
 KERNELS = NVLINK + GATHERED + HOSTS

@@ -5,7 +5,7 @@ Case -> a call of the product -> its launches, planned for a GPU -> the one that
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,17 +24,24 @@ TIMEOUT_S = 10.0
 
 
 def launch_of_call(call: Callable[[], Any], kernel: str, which: int = 0, arch: str = HOPPER[0]) -> Launch:
-    """Estimate a call on 132 multiprocessors; return its launch number `which` of the kernel of this name.
+    """Return a call's launch number `which` of the kernel of this name, as planned for an architecture.
 
     Raises ValueError if it has none.
     """
-    with building(Target(arch, NUM_SMS)) as builder:
-        call()
-    found = [launch for launch in builder.launches if launch.kernel.fn.__name__ == kernel]
+    planned = launches_of(call, arch)
+    found = [launch for launch in planned if launch.kernel.fn.__name__ == kernel]
     if which >= len(found):
-        names = [launch.kernel.fn.__name__ for launch in builder.launches]
+        names = [launch.kernel.fn.__name__ for launch in planned]
         raise ValueError(f"{kernel}: expected launch {which} of it among those of the call, got {names}")
     return found[which]
+
+
+@lru_cache(maxsize=512)
+def launches_of(call: Callable[[], Any], arch: str) -> list[Launch]:
+    """Plan a call on 132 multiprocessors of an architecture; return its launches."""
+    with building(Target(arch, NUM_SMS)) as builder:
+        call()
+    return builder.launches
 
 
 def case_of(
@@ -90,9 +97,11 @@ class Layer:
             self.hidden, self.intermediate, self.num_experts, self.format, self.activation, self.has_bias, self.arch
         )
         if not self.bounded:
-            sides = (x if isinstance(x, torch.Tensor) else replace(x, scales_at_most_2=False)
-                     for x in (packed.gate_up, packed.down))  # fmt: skip
-            packed = ExpertWeights.arrange(replace(packed, **dict(zip(("gate_up", "down"), sides, strict=True))))
+            gate_up, down = (
+                x if isinstance(x, torch.Tensor) else replace(x, scales_at_most_2=False)
+                for x in (packed.gate_up, packed.down)
+            )
+            packed = ExpertWeights.arrange(replace(packed, gate_up=gate_up, down=down))
         return packed if self.layout is None else replace(packed, gate_up_layout=self.layout)
 
 

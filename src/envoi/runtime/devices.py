@@ -105,8 +105,8 @@ def expect_no_capture(name: str, device: torch.device, why: str) -> None:
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors, at most those of `limited`: 1 for a CPU; for "meta" those of
     `standing_for`, or an H200's."""
-    planned = device.type == "meta" and _local.target is not None
-    found = _local.target.num_sms if planned else _num_sms(device)
+    target = _local.target if device.type == "meta" else None
+    found = _num_sms(device) if target is None else target.num_sms
     return found if _local.most_sms is None else min(found, _local.most_sms)
 
 

@@ -26,6 +26,7 @@ from envoi.ops.moe.parallel import (
     queued,
     symmetric_memory,
 )
+from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
@@ -516,9 +517,12 @@ def launch_between_hosts(found: dict[str, str]) -> None:
     layer, routing = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN))
     ids = torch.where(routing.topk_ids < 0, routing.topk_ids, routing.topk_ids * (kernels.NUM_EXPERTS // 16))
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
-        for case in [("bf16", True), *((format, False) for format in FORMATS)]:
-            like = kernels._hosts(*case)
-            sizes = like.layout, like.grid, 1, range(0, kernels.NUM_EXPERTS + 1, 32), 10.0, torch.device("cuda")
+        num_ranks, E = kernels.NUM_HOSTS * kernels.NUM_RANKS, kernels.NUM_EXPERTS
+        grid = Grid.of([str(rank // kernels.NUM_RANKS) for rank in range(num_ranks)])
+        for format, presum in [("bf16", True), *((format, False) for format in FORMATS)]:
+            whole = SharedLayout(num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, format, presum)
+            layout = hosts_device.HostsLayout(whole, kernels.NUM_HOSTS)
+            sizes = layout, grid, 1, range(0, E + 1, 32), 10.0, torch.device("cuda")
             buffers = hosts_device.open_buffers(*sizes, shared=False)
             address = buffers.domain.memory.data_ptr()
             symmetric_memory.set_peers(buffers.domain, [address] * buffers.domain.layout.num_ranks)
