@@ -72,16 +72,9 @@ def route(
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
         hash_table, return_logits, return_dense, return_counts,
     )  # fmt: skip
-    extra = iter(outputs[2:])
-    return Routing(
-        outputs[0],
-        outputs[1],
-        gate.shape[0],
-        logits=next(extra) if return_logits else None,
-        dense=next(extra) if return_dense else None,
-        num_tokens_per_expert=next(extra) if return_counts else None,
-        expert_offsets=next(extra) if return_counts else None,
-    )
+    wanted = ("logits",) * return_logits + ("dense",) * return_dense
+    wanted += ("num_tokens_per_expert", "expert_offsets") * return_counts
+    return Routing(outputs[0], outputs[1], gate.shape[0], **dict(zip(wanted, outputs[2:], strict=True)))
 
 
 def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
