@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import envoi
-from envoi.ops.moe.reference_permute import permute
+from envoi.ops.moe.reference import permute
 from envoi.quant import FORMATS, SCHEMES, quantize
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers import fresh

@@ -7,7 +7,7 @@ import torch
 from bench.suites.endings import ENDINGS, EXACT
 from bench.trial import sample_rows
 from envoi.ops.gemm import reference
-from envoi.ops.moe.reference_permute import take_rows
+from envoi.ops.moe.reference import take_rows
 from envoi.quant import dequantize
 from envoi.quant.pack import deinterleave_gate_up
 from envoi.tune.inputs import Inputs, in_format, relative_error

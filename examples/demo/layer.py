@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.check import expect_int
-from envoi.ops.moe import reference, reference_permute
-from envoi.ops.moe.combine import combine_rows
+from envoi.ops.moe import reference
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.layer import has_kernels
 from envoi.ops.moe.op import flatten, unflatten
@@ -24,7 +23,7 @@ from envoi.ops.moe.parallel import combine as nvlink_combine
 from envoi.ops.moe.parallel import dispatch as nvlink_dispatch
 from envoi.ops.moe.parallel.load import Load
 from envoi.ops.moe.parallel.slots import SentTokens, owners
-from envoi.ops.moe.permute import RowMap, gather_rows, sort_slots
+from envoi.ops.moe.permute import RowMap, combine_rows, gather_rows, sort_slots
 from envoi.ops.moe.router import route
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
@@ -55,7 +54,7 @@ def _one_rank_once(layer: Layer, stage: "_Stages") -> torch.Tensor:
         return _by_kernels(layer, routing, stage)
     rows = stage("permute", lambda: _permute(layer, routing))
     rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
-    return stage("combine", lambda: reference_permute.combine(rows_out, rows.pos_to_slot, len(layer.tokens), layer.k))
+    return stage("combine", lambda: reference.combine(rows_out, rows.pos_to_slot, len(layer.tokens), layer.k))
 
 
 def _by_kernels(layer: Layer, routing: Routing, stage: "_Stages") -> torch.Tensor:
@@ -72,7 +71,7 @@ def _by_kernels(layer: Layer, routing: Routing, stage: "_Stages") -> torch.Tenso
 
 def _permute(layer: Layer, routing: Routing):
     tokens = reference.quantize_tokens(layer.tokens, layer.experts.format)
-    return reference_permute.permute(tokens, routing.topk_weights, routing.topk_ids, routing.num_experts)
+    return reference.permute(tokens, routing.topk_weights, routing.topk_ids, routing.num_experts)
 
 
 def many_ranks(

@@ -15,7 +15,7 @@ def test_every_suite_has_cases_for_both(suite):
     assert any(case.on_cuda for case in found)
     assert any(case.on_cpu for case in found)
     assert all(case.on_cuda or case.on_cpu for case in found)
-    assert len({case.name for case in cases}) == len(found)
+    assert len({case.name for case in found}) == len(found)
     assert all(case.suite == suite for case in found)
 
 

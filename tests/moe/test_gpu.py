@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe, reference
-from envoi.ops.moe.combine import combine_rows
-from envoi.ops.moe.permute import gather_rows, quantize_rows, sort_slots
-from envoi.ops.moe.reference_permute import permute, take_rows
-from envoi.ops.moe.reference_permute import sort_slots as reference_sort
+from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.reference import permute, take_rows
+from envoi.ops.moe.reference import sort_slots as reference_sort
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
 from envoi.types import QuantTensor, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error

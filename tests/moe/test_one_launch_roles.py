@@ -17,7 +17,7 @@ import pytest
 from envoi.ops.gemm.hopper.config import Config
 from envoi.ops.gemm.hopper.pipeline import WRITTEN_RING
 from envoi.ops.moe.one_launch.config import FEW, SQUARE
-from envoi.ops.moe.one_launch.handover import CONSUMERS, UNIT_RING
+from envoi.ops.moe.one_launch.kernel import CONSUMERS, UNIT_RING
 
 Role = Iterator[Callable[[], bool] | None]  # yields what it waits for, or None: it may go on
 
@@ -112,7 +112,7 @@ class Cta:
         self.empty = [Barrier(second.consumers_per_tile) for _ in range(self.num_stages)]
         self.full = [Barrier(1) for _ in range(self.num_stages)]
         self.stages: list[Any] = [None] * self.num_stages
-        self.told, self.tiles = [Barrier(1) for _ in range(ring)], Words(ring)
+        self.tile_ready, self.tiles = [Barrier(1) for _ in range(ring)], Words(ring)
         self.turn = [Barrier(1) for _ in range(2)]
         self.written = [Barrier(first.num_consumers) for _ in range(WRITTEN_RING.value)]
         self.noted = [Barrier(1) for _ in range(WRITTEN_RING.value)]
@@ -120,7 +120,7 @@ class Cta:
         self.ended = Barrier(1)
 
     def roles(self) -> list[Role]:
-        return [*(self.consumer(role) for role in range(CONSUMERS.value)), self.producer(), self.teller()]
+        return [*(self.consumer(role) for role in range(CONSUMERS.value)), self.producer(), self.signaler()]
 
     # producer
 
@@ -170,7 +170,7 @@ class Cta:
         self.tiles.num_readers = num_readers
         self.tiles.put(count, index)
         yield None
-        self.told[count % len(self.told)].arrive()
+        self.tile_ready[count % len(self.tile_ready)].arrive()
 
     def tell_and_load(self, gemm: int, index: int, step: int, count: int):
         yield from self.tell(step, count, index, self.launch.tiling[gemm].consumers_per_tile)
@@ -191,13 +191,13 @@ class Cta:
 
     def consumer(self, role: int) -> Role:
         if role < self.launch.tiling[0].num_consumers:
-            step, count = yield from self.multiply_told_tiles(0, 0, 0, role)
+            step, count = yield from self.consume_broadcast_tiles(0, 0, 0, role)
         else:
             yield from self.ended.wait(0)
             step, count = self.counts.get(0)
-        yield from self.multiply_told_tiles(1, step, count, role)
+        yield from self.consume_broadcast_tiles(1, step, count, role)
 
-    def multiply_told_tiles(self, gemm: int, step: int, count: int, role: int):
+    def consume_broadcast_tiles(self, gemm: int, step: int, count: int, role: int):
         config, num_steps = self.launch.tiling[gemm], self.launch.steps[gemm]
         turns = config.num_consumers // config.consumers_per_tile
         count += role // config.consumers_per_tile
@@ -232,7 +232,7 @@ class Cta:
         return step, count + 1
 
     def wait_for_tile(self, count: int):
-        yield from self.told[count % len(self.told)].wait(count // len(self.told))
+        yield from self.tile_ready[count % len(self.tile_ready)].wait(count // len(self.tile_ready))
         return self.tiles.get(count)
 
     def arrive_written(self, n: int) -> Role:
@@ -240,9 +240,9 @@ class Cta:
         yield None
         self.written[n % len(self.written)].arrive()
 
-    # teller
+    # signaler
 
-    def teller(self) -> Role:
+    def signaler(self) -> Role:
         n = 0
         while (unit := (yield from self.wait_for_unit(n))) >= 0:
             yield None  # the release takes long

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envoi.ops.moe.reference_permute import combine, permute, sort_slots, take_rows
+from envoi.ops.moe.reference import combine, permute, sort_slots, take_rows
 from envoi.quant import SCHEMES, quantize
 from tests.helpers.accuracy import assert_same_bits
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from envoi.plan.expected import active_experts, pulled_tokens, rows_per_expert, tiles_per_expert
-from envoi.plan.layer import MoeLayer, matrix_bytes
+from envoi.plan.layer import MoeLayer, active_experts, matrix_bytes, pulled_tokens, rows_per_expert, tiles_per_expert
 from envoi.quant.cast import quantize
 from envoi.quant.formats import SCHEMES
 

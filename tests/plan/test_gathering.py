@@ -2,7 +2,7 @@
 
 import pytest
 
-from envoi.plan.gathering import LINKS, Link, gathering_pays, link_of
+from envoi.plan.exchange import LINKS, Link, gathering_pays, link_of
 
 NCCL = LINKS["nccl"]
 

@@ -10,8 +10,8 @@ from envoi.ops.gemm.hopper.time_model import COSTS
 from envoi.ops.moe.one_launch.host import MANY_ROWS
 from envoi.plan import MoeLayer, api, plan_moe
 from envoi.plan.blocks import Blocks
-from envoi.plan.expected import rows_per_expert
-from envoi.plan.gathering import LINKS
+from envoi.plan.exchange import LINKS
+from envoi.plan.layer import rows_per_expert
 from envoi.plan.machines import H200
 from envoi.plan.network import Network
 from envoi.plan.steps import gemm_us, step_of

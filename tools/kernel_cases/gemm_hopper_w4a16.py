@@ -6,24 +6,17 @@
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from envoi.epilogues.library import expert_l1, expert_l2
-from envoi.epilogues.lower import lower
-from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
-from envoi.ops.gemm.hopper_w4a16 import few, many
-from envoi.ops.gemm.hopper_w4a16.kernel_many import many_kernel
-from envoi.ops.gemm.hopper_w4a16.many_config import many_config
-from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
-from envoi.runtime.program import Launch, without_memory
-from envoi.types import QuantTensor
-from tools.kernel_cases.operands import operands_of
+from envoi.runtime.kernel_case import HOPPER, KernelCase
+from envoi.runtime.program import Launch
+from tools.kernel_cases.planning import Layer, LayerOfRanks, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4
 OTHER_SIZES = 4096, 1536  # in tiles of 16 tokens weights are requested in another way
-ACTIVATION, LIMIT = "swiglu_oai", 7.0
-BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+NUM_RANKS = 2  # of a layer whose rows are sent
+KERNELS_OF = {
+    "permute": ("permute_kernel", 0), "l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("sum_kernel", 0),
+    "many-l1": ("many_kernel", 0), "many-l2": ("many_kernel", 1), "many-sent": ("many_kernel", 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,48 +64,10 @@ CASES = (
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    return _many(case) if case.kind.startswith("many") else Launch(*_few(case))
-
-
-def _few(case: Case) -> few.Launch:
-    hidden, intermediate = case.sizes
-    layer = few.Layer(
-        _weights(2 * intermediate, hidden), _weights(hidden, intermediate),
-        without_memory((NUM_EXPERTS, 2 * intermediate), FP32), without_memory((NUM_EXPERTS, hidden), FP32), ACTIVATION,
-        LIMIT,
-    )  # fmt: skip
-    slots_of = (case.num_tokens, NUM_TOPK)
-    tokens, ids = without_memory((case.num_tokens, hidden), BF16), without_memory(slots_of, INT32)
-    buffers = few.empty_buffers(tokens, ids, layer)
-    if case.kind == "permute":
-        return few.permute_launch(tokens, without_memory(slots_of, FP32), ids, layer, buffers)
-    if case.kind == "sum":
-        return sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out, early=True)
-    l1, l2 = few.configs_of(layer, ids.numel())
-    return few.gemm_launch(layer, buffers, ids, l1 if case.kind == "l1" else l2)
-
-
-def _many(case: Case) -> Launch:
-    is_l1, rows = case.kind == "many-l1", case.num_tokens * NUM_TOPK
-    l1 = expert_l1(ACTIVATION, LIMIT, True, None, has_scale=case.nvfp4)
-    epilogue = l1 if is_l1 else expert_l2(True, case.nvfp4)
-    N, K = (2 * INTERMEDIATE, HIDDEN) if is_l1 else (HIDDEN, INTERMEDIATE)
-    to = without_memory((rows,), torch.int64) if case.kind == "many-sent" else None
-    ir = epilogue.ir
-    tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (NUM_EXPERTS,)), NUM_EXPERTS)
-    code = lower(ir, BF16, "gluon", False, False, pointers, scattered=to is not None)
-    outputs = empty_outputs(ir, output_specs(ir, BF16), rows, N, torch.device("meta"), to)
-    tokens, offsets = without_memory((rows, K), BF16), without_memory((NUM_EXPERTS + 1,), INT32)
-    config = many_config(K, rows, NUM_EXPERTS)
-    arguments = many.arguments(tokens, _weights(N, K, case.nvfp4), offsets, code, tensors, outputs, config)
-    return Launch(many_kernel, (NUM_SMS,), arguments, {"num_warps": config.num_warps})
-
-
-def _weights(N: int, K: int, nvfp4: bool = False) -> QuantTensor:
-    columns, kind = (16, torch.float8_e4m3fn) if nvfp4 else (32, torch.float8_e8m0fnu)
-    values = without_memory((NUM_EXPERTS, N, K // 2), torch.uint8)
-    sf = without_memory((NUM_EXPERTS, N, K // columns), kind)
-    return QuantTensor(values, sf, (1, columns), scales_at_most_2=not nvfp4, order="fragments")
+    format = "nvfp4" if case.nvfp4 else "mxfp4"
+    layer = Layer(format, case.num_tokens, *case.sizes, NUM_EXPERTS, NUM_TOPK, "swiglu_oai", has_bias=True)
+    call = LayerOfRanks(layer, NUM_RANKS) if case.kind == "many-sent" else layer
+    return launch_of_call(call, *KERNELS_OF[case.kind])
 
 
 ABOUT = "4-bit weights, bf16 tokens on Hopper"

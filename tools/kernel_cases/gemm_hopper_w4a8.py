@@ -6,22 +6,14 @@
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2
-from envoi.epilogues.lower import lower
-from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
-from envoi.ops.gemm.hopper_w4a8 import host
-from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
-from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
-from envoi.quant.fp8_fragments import ORDER
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
-from envoi.runtime.program import Launch, without_memory
-from envoi.types import QuantTensor
-from tools.kernel_cases.operands import operands_of
+from envoi.runtime.kernel_case import HOPPER, KernelCase
+from envoi.runtime.program import Launch
+from tools.kernel_cases.planning import Layer, LayerOfRanks, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4
+NUM_RANKS = 2  # of a layer whose rows are sent
 ACTIVATION, LIMIT = "swiglu_oai", 7.0
 
 
@@ -69,25 +61,10 @@ CASES = (
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    rows, (N, K) = case.num_tokens * NUM_TOPK, case.sizes
-    to = without_memory((rows,), torch.int64) if case.kind == "sent" else None
-    ir = host.with_token_scale(case.epilogue.ir)
-    tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (NUM_EXPERTS,)), NUM_EXPERTS)
-    code = lower(ir, torch.bfloat16, "gluon", False, False, pointers, scattered=to is not None)
-    outputs = empty_outputs(ir, output_specs(ir, torch.bfloat16), rows, N, torch.device("meta"), to)
-    tokens = QuantTensor(
-        without_memory((rows, K), torch.float8_e4m3fn), without_memory((rows, 1), torch.float32), (1, K)
-    )
-    offsets = without_memory((NUM_EXPERTS + 1,), torch.int32)
-    config = w4a8_config(K, rows, NUM_EXPERTS, case.looks_up)
-    arguments = host.arguments(tokens, _weights(N, K), offsets, code, tensors, outputs, config)
-    return Launch(w4a8_kernel, (NUM_SMS * config.ctas,), arguments, config.options)
-
-
-def _weights(N: int, K: int) -> QuantTensor:
-    values = without_memory((NUM_EXPERTS, N, K // 2), torch.uint8)
-    sf = without_memory((NUM_EXPERTS, N, K // 32), torch.float8_e8m0fnu)
-    return QuantTensor(values, sf, (1, 32), without_memory((NUM_EXPERTS, N), torch.float32), order=ORDER)
+    sizes = HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK
+    layer = Layer("mxfp4_fp8", case.num_tokens, *sizes, ACTIVATION, has_bias=True, bounded=not case.looks_up)
+    call = LayerOfRanks(layer, NUM_RANKS) if case.kind == "sent" else layer
+    return launch_of_call(call, "w4a8_kernel", 0 if case.kind == "l1" or case.looks_up else 1)
 
 
 ABOUT = "MXFP4 weights, FP8 tokens on Hopper"

@@ -1,67 +1,46 @@
 """Launches of the GEMM in plain Triton."""
 
+from functools import partial
+
 import torch
 
+import envoi
 from envoi.epilogues.api import Epilogue
-from envoi.epilogues.cut import cut
-from envoi.epilogues.ir import IR
 from envoi.epilogues.library import expert_l1, expert_l2, swiglu, swiglu_fp8
-from envoi.epilogues.lower import lower
-from envoi.epilogues.outputs import empty_outputs
-from envoi.ops.gemm.triton import host
-from envoi.ops.gemm.triton.kernel import gemm_kernel, rows_kernel
-from envoi.quant.formats import SCHEMES
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, case_of
+from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER
 from envoi.runtime.program import without_memory
-from envoi.types import Matrix, QuantTensor
 from tools.kernel_cases.operands import operands_of
+from tools.kernel_cases.planning import case_of, matrix
 
 M, N, K = 4096, 2880, 2880
-META = torch.device("meta")
 
 
-def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: int = 0) -> tuple:
-    """of_a, of_b: a scheme, "" for bf16. num_experts: 0 = ungrouped."""
-    experts = (num_experts,) if num_experts else ()
-    offsets = without_memory((num_experts + 1,), torch.int32) if num_experts else None
-    code = lower(epilogue.ir, torch.bfloat16, "triton", False, False, frozenset())
-    operands = tuple(operands_of(epilogue.ir, M, N, experts).values())
-    return host.product_arguments(
-        _matrix(of_a, M, K), _matrix(of_b, *experts, N, K), offsets, code, operands,
-        empty_outputs(epilogue.ir, code.output_specs, M, N, META), host.tile_columns(epilogue.ir, N),
-    )  # fmt: skip
+def _gemm(epilogue: Epilogue, M: int = M, N: int = N, K: int = K) -> None:
+    envoi.gemm(matrix("", M, K), matrix("", N, K), epilogue, **operands_of(epilogue.ir, M, N, ()))
 
 
-def _rows(ir: IR, columns: int, overlap: bool) -> tuple:
-    code = lower(ir, torch.bfloat16, "triton", True, False, frozenset())
-    acc, outputs = without_memory((M, columns), torch.float32), empty_outputs(ir, code.output_specs, M, columns, META)
-    operands = tuple(operands_of(ir, M, columns, ()).values())
-    return host.rows_arguments(acc, ir, code, operands, outputs, None, overlap=overlap)
+def _experts(epilogue: Epilogue, of_rows: str, of_weights: str, num_experts: int) -> None:
+    offsets = without_memory((num_experts + 1,), torch.int32)
+    operands = operands_of(epilogue.ir, M, N, (num_experts,))
+    envoi.grouped_gemm(matrix(of_rows, M, K), matrix(of_weights, num_experts, N, K), offsets, epilogue, **operands)
 
 
-def _matrix(kind: str, *shape: int) -> Matrix:
-    if not kind:
-        return without_memory(shape, torch.bfloat16)
-    *lead, rows, columns = shape
-    scheme = SCHEMES[kind]
-    group = scheme.group_for(shape)
-    width = columns // 2 if scheme.values == torch.uint8 else columns
-    sf = without_memory((*lead, -(-rows // group[0]), columns // group[1]), scheme.sf)
-    return QuantTensor(without_memory((*lead, rows, width), scheme.values), sf, group)
-
-
+IN_ROWS = expert_l1("swiglu", None, False, "fp8_row")
 KERNELS = (
-    case_of("gemm-triton", "GEMM in bf16, SwiGLU of interleaved columns", EVERY_ARCH, gemm_kernel, _product, swiglu),
     case_of(
-        "gemm-triton-mxfp4", "grouped GEMM of MXFP8 tokens and MXFP4 weights, 64 experts", EVERY_ARCH, gemm_kernel,
-        _product, expert_l2(True), "mxfp8", "mxfp4", 64,
+        "gemm-triton", "GEMM in bf16, SwiGLU of interleaved columns", EVERY_ARCH, partial(_gemm, swiglu),
+        "gemm_kernel", 0, BLACKWELL[0],
+    ),
+    case_of(
+        "gemm-triton-mxfp4", "grouped GEMM of MXFP8 tokens and MXFP4 weights, 64 experts", EVERY_ARCH,
+        partial(_experts, expert_l2(True), "mxfp8", "mxfp4", 64), "gemm_kernel", 0, BLACKWELL[0],
     ),
     case_of(
         "rows-triton", "epilogue of whole rows: the experts' SwiGLU, quantised with a scale per row", EVERY_ARCH,
-        rows_kernel, _rows, expert_l1("swiglu", None, False, "fp8_row").ir, N, False,
+        partial(_gemm, IN_ROWS), "rows_kernel", 0, BLACKWELL[0],
     ),
     case_of(
         "rows-quantise", "second part of an epilogue cut in two: float32 rows quantised, a scale per 1x128",
-        HOPPER, rows_kernel, _rows, cut(swiglu_fp8.ir).second, 2048, True,
+        HOPPER, partial(_gemm, swiglu_fp8, 16384, 4096, 8192), "rows_kernel",
     ),
 )  # fmt: skip

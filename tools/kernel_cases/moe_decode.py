@@ -3,16 +3,13 @@
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
-from envoi.ops.moe.decode.bf16_fp8 import host
 from envoi.runtime.kernel_case import HOPPER, KernelCase
-from envoi.runtime.program import Launch, without_memory
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.runtime.program import Launch
+from envoi.types import ExpertWeights
+from tools.kernel_cases.planning import Layer, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2048, 768, 128, 8
-BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+KERNELS_OF = {"l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("sum_kernel", 0)}
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,12 @@ class Case:
         """Name of the kernel's case."""
         return f"few-{self.name}"
 
+    @property
+    def layer(self) -> Layer:
+        """Layer that launches it."""
+        sizes = HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK
+        return Layer(self.format, self.num_tokens, *sizes, has_bias=self.has_bias, layout=self.layout)
+
 
 CASES = (
     Case("l1", "l1", "bf16", 1),
@@ -46,32 +49,12 @@ CASES = (
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    experts, shape = experts_of(case), (case.num_tokens, NUM_TOPK)
-    tokens, ids = without_memory((case.num_tokens, HIDDEN), BF16), without_memory(shape, INT32)
-    buffers, routed = host.empty_buffers(tokens, ids, experts), host.Routed(without_memory(shape, FP32), ids)
-    if case.kind == "sum":
-        return Launch(*sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out))
-    l1, l2 = host.configs_of(experts, *shape)
-    if case.kind == "l1":
-        return Launch(*host.l1_launch(tokens, routed, experts, buffers, l1))
-    return Launch(*host.l2_launch(routed, experts, buffers, l2))
+    return launch_of_call(case.layer, *KERNELS_OF[case.kind])
 
 
 def experts_of(case: Case) -> ExpertWeights:
     """Return the case's experts, without memory."""
-
-    def weights(N: int, K: int) -> Matrix:
-        if case.format == "bf16":
-            return without_memory((NUM_EXPERTS, N, K), BF16)
-        factors = without_memory((NUM_EXPERTS, N // 128, K // 128), FP32)
-        return QuantTensor(without_memory((NUM_EXPERTS, N, K), torch.float8_e4m3fn), factors, (128, 128))
-
-    def bias(N: int) -> torch.Tensor | None:
-        return without_memory((NUM_EXPERTS, N), FP32) if case.has_bias else None
-
-    gate_up, down = weights(2 * INTERMEDIATE, HIDDEN), weights(HIDDEN, INTERMEDIATE)
-    biases = bias(2 * INTERMEDIATE), bias(HIDDEN)
-    return ExpertWeights(gate_up, down, case.format, "swiglu", None, *biases, case.layout)
+    return case.layer.experts
 
 
 ABOUT = "few tokens on Hopper"

@@ -1,21 +1,22 @@
 """Practical calls of the router, and the kernels that they launch.
 
-    case -> Call -> host.hopper_launches or host.portable_arguments
+    case -> inputs -> `envoi.route`, planned
 
 Tensors have no memory, unless `inputs` is given another way to make them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from envoi.ops.moe.router import host, kernel_hopper, kernel_triton
-from envoi.ops.moe.router.choose_tiling import choose_shares
+import envoi
+from envoi.ops.moe.router import host
 from envoi.ops.moe.router.presets import preset
 from envoi.ops.moe.router.rules import Rule
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, KernelCase, Make
+from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER, KernelCase, Make
 from envoi.runtime.program import Launch, without_memory
+from tools.kernel_cases.planning import launch_of_call
 
 VOCABULARY = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -114,16 +115,17 @@ def rule_of(name: str) -> tuple[Rule, tuple[bool, bool]]:
     return chosen.rule, (chosen.has_expert_bias, chosen.has_logit_bias)
 
 
-def launch_of(case: Case, make: Make = without_memory) -> Launch:
-    """Return the launch of a case on an H200."""
-    call = call_of(case, make)
-    outputs = host.empty_outputs(call)
-    if case.kernel == "triton":
-        return Launch(kernel_triton.router_kernel, *host.portable_arguments(call, outputs))
-    spec = replace(call.spec, gluon=True)
-    [share] = choose_shares(case.M, case.hidden, spec, NUM_SMS)
-    [arguments] = host.hopper_launches(call, outputs, NUM_SMS, share.tiling)
-    return Launch(kernel_hopper.router_kernel, *arguments)
+def launch_of(case: Case) -> Launch:
+    """Return the launch of a case on an H200, or on a GPU without kernels of its own."""
+    given, wanted = inputs(case), case.everything
+    rule = rule_of(case.rule)[0]
+    arch = HOPPER[0] if case.kernel == "sm90" else BLACKWELL[0]
+    call = partial(
+        envoi.route, given.tokens, given.gate, case.k, rule=rule, expert_bias=given.expert_bias,
+        token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted, return_dense=wanted,
+        return_counts=wanted,
+    )  # fmt: skip
+    return launch_of_call(call, "router_kernel", arch=arch)
 
 
 def kernel_case(case: Case) -> KernelCase:

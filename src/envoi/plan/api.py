@@ -5,10 +5,10 @@ from typing import Any
 
 from envoi.check import expect_int
 from envoi.plan.blocks import Blocks, l1_blocks, l2_blocks, takes_one_launch
+from envoi.plan.exchange import presum_pays
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import W4A16, Machine, machine_of
 from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
-from envoi.plan.presum import pays
 from envoi.plan.steps import Step, five_steps
 
 GB = 1e9
@@ -83,7 +83,7 @@ def plan_moe(
     several = layer.num_hosts > 1
     if presum is None:
         sizes = layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks, layer.format
-        presum = not several and pays(*sizes)
+        presum = not several and presum_pays(*sizes)
     returned = _returned_rows(layer, max_tokens, presum)
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)

@@ -10,8 +10,7 @@ from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogues.lower import Lowered, lower
 from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.plan.expected import rows_per_expert, tiles_per_expert
-from envoi.plan.layer import MoeLayer
+from envoi.plan.layer import MoeLayer, rows_per_expert, tiles_per_expert
 from envoi.plan.machines import W4A8, W4A16, WIDENED, Machine
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import SHARED_BYTES, Target, standing_for

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from envoi.check import describe
 from envoi.plan.blocks import Blocks
-from envoi.plan.expected import pulled_tokens, taken_tokens
-from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
+from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, pulled_tokens, taken_tokens
 from envoi.plan.machines import Machine
 from envoi.plan.steps import BF16_BYTES, Step, five_steps, step_of, with_pass
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 
 from envoi.epilogues.library import l1_output_scheme
 from envoi.plan.blocks import Blocks
-from envoi.plan.expected import active_experts, pulled_tokens, taken_tokens
-from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
+from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, active_experts, pulled_tokens, taken_tokens
 from envoi.plan.machines import WIDENED, Machine
 
 RESOURCES = ("compute", "HBM", "NVLink", "network")

@@ -29,11 +29,6 @@ class KernelCase:
     launch: Callable[[], Launch]
 
 
-def case_of(name: str, about: str, arches: tuple[str, ...], kernel: Any, arguments: Any, *given: Any) -> KernelCase:
-    """Return the case of a kernel. arguments: a function of `given` that returns grid, arguments and options."""
-    return KernelCase(name, about, arches, lambda: Launch(kernel, *arguments(*given)))
-
-
 def kernel_key(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Return a key that launches on Hopper share if they run one compiled kernel."""
     return repr((triton_compat.specialize(kernel, arguments, *HOPPER), options))

@@ -5,7 +5,7 @@ import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
-from envoi.ops.moe.reference_permute import permute, sort_slots
+from envoi.ops.moe.reference import permute, sort_slots
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 

@@ -10,10 +10,8 @@ from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.reference import accumulate_groups
 from envoi.ops.moe import permute as permute_kernels
-from envoi.ops.moe.combine import combine_rows
-from envoi.ops.moe.permute import gather_rows, quantize_rows, sort_slots
-from envoi.ops.moe.reference import quantize_tokens
-from envoi.ops.moe.reference_permute import permute, take_rows
+from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.reference import permute, quantize_tokens, take_rows
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error

@@ -11,7 +11,7 @@ from envoi.ops.moe import moe, reference
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.permute import empty_rows
-from envoi.ops.moe.reference_permute import permute
+from envoi.ops.moe.reference import permute
 from envoi.quant import FORMATS, format_named
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error

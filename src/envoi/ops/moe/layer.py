@@ -7,10 +7,9 @@ import torch
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a16 import few
-from envoi.ops.moe.combine import combine_rows
 from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.permute import gather_rows, sort_slots
+from envoi.ops.moe.permute import combine_rows, gather_rows, sort_slots
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import implementation
 from envoi.spans import span

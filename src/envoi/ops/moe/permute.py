@@ -1,8 +1,9 @@
-"""Permute on one rank by Triton kernels: sort slots by expert, gather tokens into rows, quantise rows.
+"""Permute and combine on one rank by Triton kernels.
 
     sort_slots      topk_ids [M, k] -> RowMap: the row of each slot
     gather_rows     tokens [M, H] -> rows [M * k, H] by expert, in the experts' activation scheme, and their weights
     quantize_rows   rows in bf16 -> rows in a scheme
+    combine_rows    rows -> tokens, the sum of each token's slots
 
 Buffers have a row for each slot, M * k, the most there can be; offsets[E] of them are used.
 """
@@ -25,6 +26,7 @@ KERNELS = "envoi.ops.moe.kernels"
 SORT_BLOCKS = ((512, 512), (1024, 4096), (4096, 1 << 31))
 MAX_SORT_CHUNKS, MAX_SORT_PROGRAMS = 8, 512  # every program reads all ids
 MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
+MAX_SUM_COLUMNS = 1024  # columns of a token that one program sums
 MAX_QUANTIZE_ROWS = 4096  # programs along the rows
 
 
@@ -151,3 +153,17 @@ class RowBuffers:
     def form(self) -> tuple[int, bool, bool]:
         """Constants GROUP, POWERS and HARDWARE of the kernels."""
         return self.group, self.has_e8m0_sf, self.has_cast
+
+
+def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor) -> torch.Tensor:
+    """Sum rows [P, H] bf16 into tokens [M, H] bf16, in slot order, in float32, rounded once."""
+    out = torch.empty(slot_to_pos.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
+    launch_kernel(KERNELS, "combine_kernel", combine_arguments(rows, slot_to_pos, out))
+    return out
+
+
+def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Build the launch of `combine_kernel`."""
+    (M, k), width = slot_to_pos.shape, rows.shape[1]
+    block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
+    return Launch((M, -(-width // block)), (rows, slot_to_pos, out, width, k, block), warps_for(block))

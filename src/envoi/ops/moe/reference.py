@@ -1,4 +1,7 @@
-"""Reference of the experts in torch, on any device.
+"""Reference of permute, the experts and combine in torch, on any device.
+
+    permute:  rows in the order of (expert, slot); masked slots have no row
+    combine:  out[m] = sum over slots s of rows[slot_to_pos[m, s]], in slot order, float32, rounded once
 
     for each expert e, for each of its rows r with routing weight w:
         gate, up = split(gate_up[e] @ r + gate_up_bias[e])                    float32
@@ -22,12 +25,12 @@ import torch
 from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.ops.gemm import grouped_gemm
 from envoi.ops.moe.op import columns_of, scale_of
-from envoi.ops.moe.reference_permute import combine, permute
+from envoi.quant.bits import as_bytes
 from envoi.quant.cast import quantize
 from envoi.quant.formats import format_named
 from envoi.quant.fragments import to_rows
 from envoi.spans import span
-from envoi.types import ExpertRows, ExpertWeights, Matrix
+from envoi.types import ExpertRows, ExpertWeights, Matrix, QuantTensor
 
 
 def quantize_tokens(tokens: torch.Tensor, format: str) -> Matrix:
@@ -70,3 +73,41 @@ def moe(
     out = expert_mlp(rows, experts)
     with span("combine"):
         return combine(out, rows.pos_to_slot, *topk_ids.shape)
+
+
+def take_rows(x: Matrix, index: torch.Tensor) -> Matrix:
+    """Return the rows `index` of a matrix whose scale factors, if any, belong to single rows; else raise ValueError."""
+    if isinstance(x, torch.Tensor):
+        return x[index]
+    if x.group[0] != 1:
+        raise ValueError(f"rows: expected scale factors of single rows, got groups of {x.group[0]} rows")
+    values, sf = (as_bytes(part)[index].view(part.dtype) for part in (x.values, x.sf))
+    return QuantTensor(values, sf, x.group, x.scale)
+
+
+def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort topk_ids [M, k]: return pos_to_slot int32 [P] and offsets int32 [N + 1]; P slots aren't masked."""
+    flat = torch.where(topk_ids < 0, num_experts, topk_ids).flatten()
+    ranked, order = flat.sort(stable=True)
+    # Offsets are where each id would be inserted, so masked slots, sorted last, are past offsets[N].
+    offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=flat.device, dtype=ranked.dtype))
+    return order[: int(offsets[-1])].to(torch.int32), offsets.to(torch.int32)
+
+
+def permute(tokens: Matrix, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> ExpertRows:
+    """Gather the rows of each expert: tokens [M, H] -> ExpertRows with P rows."""
+    pos_to_slot, offsets = sort_slots(topk_ids, num_experts)
+    slots = pos_to_slot.long()
+    rows = take_rows(tokens, slots // max(topk_ids.shape[1], 1))
+    return ExpertRows(rows, offsets, pos_to_slot, topk_weights.flatten()[slots])
+
+
+def combine(rows: torch.Tensor, pos_to_slot: torch.Tensor, num_tokens: int, k: int) -> torch.Tensor:
+    """Sum rows [P, H] to tokens [num_tokens, H] of the rows' dtype, in slot order, in fp32, rounded once."""
+    slots = rows.new_zeros(num_tokens * k, rows.shape[1])
+    slots[pos_to_slot.long()] = rows
+    slots = slots.view(num_tokens, k, rows.shape[1])
+    out = torch.zeros(num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    for slot in range(k):
+        out += slots[:, slot].float()
+    return out.to(rows.dtype)

@@ -55,7 +55,7 @@ class Ranks:
             for buffers in self.opened:
                 buffers.domain.report[1].zero_()
                 domains.flags(buffers.domain)[0] = num_chunks(buffers.domain.layout) if turn else 100 * MAX_CHUNKS
-                hosts_device.announce(buffers)
+                hosts_device.send_routing(buffers)
 
     def exchange(self):
         for rail in self.rails():

@@ -89,7 +89,7 @@ def stand_in(rank: int, folder: str) -> None:
         meet()
         return SimpleNamespace(buffer_ptrs=[file.data_ptr() for file in files], files=files)
 
-    announce, barrier = hosts_device.announce, hosts_device.combine_barrier
+    announce, barrier = hosts_device.send_routing, hosts_device.combine_barrier
 
     def announce_in_turns(buffers) -> None:
         for turn in range(2):
@@ -110,11 +110,13 @@ def stand_in(rank: int, folder: str) -> None:
 
     def rail_of(channel, group, names, name, timeout_s):
         grid = hosts.Grid.of(names)
-        return Rail(hosts._connect(channel, f"{name}/stand-in {grid.place[rank]}", grid.rail(rank), timeout_s).data)
+        return Rail(
+            hosts._connect(channel, f"{name}/stand-in {grid.local_rank[rank]}", grid.rail(rank), timeout_s).data
+        )
 
     queued.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
     queued.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
-    hosts_device.announce, hosts_device.combine_barrier = announce_in_turns, meet_first
+    hosts_device.send_routing, hosts_device.combine_barrier = announce_in_turns, meet_first
     symmetric_memory._shareable, torch_symmetric.rendezvous = shareable, rendezvous
     memory.nvlink.why_not_kernels = lambda experts: ""
     opening.dist.get_backend = lambda group: "nccl"

@@ -5,10 +5,10 @@ from dataclasses import replace
 from envoi.epilogues.lower import Lowered
 from envoi.ops.gemm.hopper.config import (
     FEW_TOKENS,
-    IN_LONG_TURNS,
-    IN_TURNS,
     LONG_K,
     NARROWED,
+    PINGPONG_MAX_ROWS_LONG_K,
+    PINGPONG_ROWS,
     SHARED_FROM,
     TWO_WIDTHS,
     Config,
@@ -38,8 +38,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 128, k, 4),
         ]
         # With fewer tokens memory has no time to spare, with more the products haven't: turns cost them (measured).
-        least, most = IN_TURNS
-        if problem.num_groups and least <= per_group <= (IN_LONG_TURNS if problem.K > LONG_K else most):
+        least, most = PINGPONG_ROWS
+        if problem.num_groups and least <= per_group <= (PINGPONG_MAX_ROWS_LONG_K if problem.K > LONG_K else most):
             found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
     else:
         found += [

@@ -14,9 +14,9 @@ MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles", "mixed_experts")
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
-IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
+PINGPONG_ROWS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
 LONG_K = 2048  # elements of K, beyond which turns cost more: one consumer multiplies at a time
-IN_LONG_TURNS = 54  # tokens of an expert, at most, for turns beyond LONG_K: with 55 a tenth of them has two tiles
+PINGPONG_MAX_ROWS_LONG_K = 54  # at most, beyond LONG_K: with 55 tokens a tenth of the experts has two tiles
 MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed`
 MOST_OF_THREE_FP8 = 96  # of them in FP8, whose factors take registers too
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
@@ -38,7 +38,7 @@ class Config(Constant):
     epilogue_columns, num_store_buffers: the epilogue's column chunks (of tokens if `stored_in_boxes`), and the ring
         through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
-    mixed_experts: only in a grouped GEMM; worth it where consumers are told their tiles, since a search takes longer.
+    mixed_experts: only in a grouped GEMM; worth it where the producer publishes tiles, since a search takes longer.
     tiles_overlap: only in a plain GEMM. columns_ahead: with the tokens on the M side. `fitted` decides both, and labels
         leave them out.
     """

@@ -21,7 +21,7 @@ class ConsumerArgs:
     scales: BlockScales
     is_block_scaled: gl.constexpr
     has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
-    written: Written | gl.constexpr  # told of each pair of tiles; None if nobody waits for them
+    written: Written | gl.constexpr  # signalled after each pair of tiles; None if no role waits for them
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
@@ -60,12 +60,12 @@ def consumer(args, role: gl.constexpr):
 
 
 @gluon.jit
-def multiply_told_tiles(args, step, count, role: gl.constexpr, track: gl.constexpr):
-    """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, until it says -1.
+def consume_broadcast_tiles(args, step, count, role: gl.constexpr, track: gl.constexpr):
+    """Process tiles published by the producer (`Pipeline.publish_tile`) until the end marker.
 
-    step, count: steps of the pipeline and tiles told before the first tile, returned as they are after L1's end; not
-    with pingpong, whose consumers end apart. With `written`, arrive there once a pair's second tile is stored, and for
-    the end.
+    step, count: steps of the pipeline and published tiles before the first tile, returned as they are after L1's end;
+    not with pingpong, whose consumers end apart. With `written`, arrive there once a pair's second tile is stored, and
+    for the end.
     """
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg

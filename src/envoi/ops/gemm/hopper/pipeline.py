@@ -44,7 +44,7 @@ from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
-TILE_WORDS = gl.constexpr(5)  # of a told tile: its place in the order, x, y // block_y, row_end, expert
+TILE_WORDS = gl.constexpr(5)  # of a published tile: its index in the order, x, y // block_y, row_end, expert
 WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
 
 
@@ -67,8 +67,8 @@ class Pipeline:
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
-    told: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages + 1, 1]: see `wait_for_tile`; or None
-    tiles: gl.shared_memory_descriptor | gl.constexpr  # int32 [(num_stages + 1) * TILE_WORDS, 1]: what is told
+    tile_ready: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages + 1, 1]; None without a ring
+    tile_ring: gl.shared_memory_descriptor | gl.constexpr  # int32 [(num_stages + 1) * TILE_WORDS, 1]
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
@@ -138,21 +138,21 @@ class Pipeline:
 
     @gluon.jit
     def wait_for_tile(self, count):
-        """Consumer: wait until the producer has told the CTA's count-th tile; return its place, and the tile.
+        """Consumer: wait until the producer has published the CTA's count-th tile; return its index, and the tile.
 
-        The place is negative after the last one.
+        The index is negative after the last one.
 
-        Before a tile is told, its first stage is empty: a consumer has released the step num_stages before, so it has
-        read that step's tile. L1's end is told without a step; each end of L2 waits for a step, as if it had one. So in
-        a ring of num_stages + 1 nothing is overwritten before it is read.
+        Before a tile is published, its first stage is empty: a consumer has released the step num_stages before, so it
+        has read that step's tile. L1's end is published without a step; each end of L2 waits for a step, as if it had
+        one. So in a ring of num_stages + 1 nothing is overwritten before it is read.
         """
         ring: gl.constexpr = self.cfg.num_stages + 1
-        mbarrier.wait(self.told.index(count % ring), (count // ring) & 1)
+        mbarrier.wait(self.tile_ready.index(count % ring), (count // ring) & 1)
         word = count % ring * TILE_WORDS
-        x, row_end = get_word(self.tiles, word + 1), get_word(self.tiles, word + 3)
+        x, row_end = get_word(self.tile_ring, word + 1), get_word(self.tile_ring, word + 3)
         # A multiple of the tile's features, as the compiler has to know: it would store byte after byte otherwise.
-        y = get_word(self.tiles, word + 2) * self.cfg.block_y
-        return get_word(self.tiles, word), Tile(x, y, row_end, get_word(self.tiles, word + 4))
+        y = get_word(self.tile_ring, word + 2) * self.cfg.block_y
+        return get_word(self.tile_ring, word), Tile(x, y, row_end, get_word(self.tile_ring, word + 4))
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -209,30 +209,30 @@ class Pipeline:
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
     @gluon.jit
-    def tell_tile(self, count, index, tile):
-        """Producer: tell consumers the CTA's count-th tile and its place, so that they needn't search for its expert.
+    def publish_tile(self, count, index, tile):
+        """Producer: publish the CTA's count-th tile and its index to consumers, which needn't search for its expert.
 
-        index: the place; 2 p and 2 p + 1 for the tiles of pair p. The tile's token rows are in memory. The caller has
-        waited for the tile's first stage to be empty.
+        index: in the order; 2 p and 2 p + 1 for the tiles of pair p. The tile's token rows are in memory. The caller
+        has waited for the tile's first stage to be empty.
         """
         slot = count % (self.cfg.num_stages + 1)
-        put_word(self.tiles, slot * TILE_WORDS + 1, tile.x)
-        put_word(self.tiles, slot * TILE_WORDS + 2, tile.y // self.cfg.block_y)
-        put_word(self.tiles, slot * TILE_WORDS + 3, tile.row_end)
-        put_word(self.tiles, slot * TILE_WORDS + 4, tile.expert)
-        self.tell(slot, index)
+        put_word(self.tile_ring, slot * TILE_WORDS + 1, tile.x)
+        put_word(self.tile_ring, slot * TILE_WORDS + 2, tile.y // self.cfg.block_y)
+        put_word(self.tile_ring, slot * TILE_WORDS + 3, tile.row_end)
+        put_word(self.tile_ring, slot * TILE_WORDS + 4, tile.expert)
+        self.publish(slot, index)
 
     @gluon.jit
-    def tell_end(self, count):
-        """Producer: tell consumers that there is no count-th tile. The caller has waited as for a tile."""
-        self.tell(count % (self.cfg.num_stages + 1), -1)
+    def publish_end(self, count):
+        """Producer: publish that there is no count-th tile. The caller has waited as for a tile."""
+        self.publish(count % (self.cfg.num_stages + 1), -1)
 
     @gluon.jit
-    def tell(self, slot, index):
-        """Producer: complete what a slot of `tiles` says with the tile's place, and let consumers read it."""
-        put_word(self.tiles, slot * TILE_WORDS, index)
+    def publish(self, slot, index):
+        """Producer: complete a slot of `tile_ring` with the tile's index, and let consumers read it."""
+        put_word(self.tile_ring, slot * TILE_WORDS, index)
         role_barrier()  # one lane arrives, for the words of all
-        mbarrier.arrive(self.told.index(slot), count=1)
+        mbarrier.arrive(self.tile_ready.index(slot), count=1)
 
     @gluon.jit
     def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
@@ -318,7 +318,7 @@ class Written:
 
     @gluon.jit
     def arrive(self, n):
-        """Consumer: tell that the CTA's n-th unit is written; whoever waits for it sees what all warps have written."""
+        """Consumer: signal that the CTA's n-th unit is written: a role that waits sees what all warps have written."""
         slot = n % WRITTEN_RING
         mbarrier.wait(self.noted.index(slot), ((n // WRITTEN_RING) & 1) ^ 1)
         role_barrier()

@@ -119,7 +119,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
         code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
     own = of_tile(tile, epilogue)
     if code.takes_halves:
-        acc = halves_in_turn(acc, cfg)
+        acc = interleave_gate_up(acc, cfg)
     acc = to_token_major(acc, cfg)
     m_end = gl.minimum(tile.row_end, m + cfg.block_y) if cfg.narrowed else tile.row_end
     out = OutputTile(m, n, m_end, first_slot, is_split)
@@ -129,7 +129,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
         complete_rows(partials, out, epilogue, acc.shape[1])
     else:
         if code.takes_halves:
-            rest = halves_in_turn(rest, cfg)
+            rest = interleave_gate_up(rest, cfg)
         others = apply_in_chunks(rest, out, chunks, acc.shape[1])
         if code.partials > 0:
             partials = code.merge(partials, laid_out_like(others, partials))
@@ -210,7 +210,7 @@ def visit_chunk(x, out, args, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def halves_in_turn(acc, cfg: gl.constexpr):
+def interleave_gate_up(acc, cfg: gl.constexpr):
     """Return the accumulator with its features in turn, gate 0, up 0, gate 1, ..; before: all gates, then all ups.
 
     Both are in one thread where features are columns, so that only names of registers change; with swap_ab

@@ -24,7 +24,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 SHIPPED = Path(__file__).with_name("tuned.json")
 P = ParamSpec("P")
 T = TypeVar("T")
-MOST_BEHIND = 1.03  # predicted time beside the best prediction, over what that ratio is for the tokens measured
+MAX_REGRET = 1.03  # predicted time by the best prediction, over what that ratio is for the tokens measured
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
@@ -94,8 +94,8 @@ def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = F
     modelled = _modelled(rounded(problem), code, num_sms)
     if measured is None or modelled is None:
         return measured or modelled
-    most = MOST_BEHIND * _behind(_above(problem), measured, code, num_sms)
-    return measured if _behind(problem, measured, code, num_sms) <= most else modelled
+    most = MAX_REGRET * _regret(_above(problem), measured, code, num_sms)
+    return measured if _regret(problem, measured, code, num_sms) <= most else modelled
 
 
 def _above(problem: Problem) -> Problem:
@@ -103,7 +103,7 @@ def _above(problem: Problem) -> Problem:
     return dataclasses.replace(problem, M=next_power_of_2(problem.M))
 
 
-def _behind(problem: Problem, config: Config, code: Lowered, num_sms: int) -> float:
+def _regret(problem: Problem, config: Config, code: Lowered, num_sms: int) -> float:
     """Return a config's predicted time over that of the one that the model prefers, or 1 if there is none."""
     problem = rounded(problem)
     config = fitted(problem, config, code)

@@ -12,7 +12,7 @@ from envoi.epilogues.outputs import chunk_columns
 from envoi.ops.gemm.grouping import Grouping
 from envoi.ops.gemm.hopper import host as hopper
 from envoi.ops.gemm.hopper import tune
-from envoi.ops.gemm.hopper.config import IN_LONG_TURNS, LONG_K, Config, Problem, are_few, fitted, why_not
+from envoi.ops.gemm.hopper.config import LONG_K, PINGPONG_MAX_ROWS_LONG_K, Config, Problem, are_few, fitted, why_not
 from envoi.ops.gemm.hopper.forced import Choice
 from envoi.ops.gemm.hopper.pairs import l1_configs, lowered_pairs, quantize_cycles
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
@@ -182,7 +182,8 @@ def _tiling(
     problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], num_sms: int
 ) -> tuple[Config, Config] | None:
     """Return the tiling of L1 and L2 that should take least time, None if none fits."""
-    most = IN_LONG_TURNS if problems[0].K > LONG_K else FEW_ROWS  # beyond, too many experts have a second tile
+    # With more rows too many experts have a second tile.
+    most = PINGPONG_MAX_ROWS_LONG_K if problems[0].K > LONG_K else FEW_ROWS
     is_few = most * problems[0].num_groups >= problems[0].M
     fit = [_fitted(problems, codes, wanted) for wanted in ((FEW,) if is_few else (FEW, WIDE, SQUARE))]
     return min((one for one in fit if one), key=lambda one: _cycles(problems, one, num_sms), default=None)

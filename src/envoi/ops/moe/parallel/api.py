@@ -54,7 +54,7 @@ from envoi.ops.moe.parallel.trace import STEP as TRACE
 from envoi.ops.moe.parallel.trace import Timeline, trace_call, untraceable
 from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
 from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
-from envoi.plan.gathering import gathering_pays, link_of
+from envoi.plan.exchange import gathering_pays, link_of
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target
@@ -81,7 +81,7 @@ class ExpertParallel:
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. In the first call, or in `warm_up`, the ranks compile all that calls with
         up to max_tokens tokens need, and wait for each other; no later call compiles. Other ranks, over NCCL
-        and gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
+        and gloo, gather all tokens with collectives of constant size, if `envoi.plan.exchange` predicts that this is
         faster than to count first; over NCCL what is said above of the host, graphs, order and compiling is true of
         that too, and room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the
         experts' format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles then.

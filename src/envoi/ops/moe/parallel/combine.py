@@ -6,10 +6,10 @@ L2 stores each row straight into the memory of its token's rank. With presum, L2
 
 import torch
 
-from envoi.ops.moe.combine import MAX_COLUMNS
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.parallel.dispatch import PROGRAMS_PER_SM, WARPS
 from envoi.ops.moe.parallel.symmetric_memory import Domain
+from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.devices import num_sms
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.timeline import UNTRACED
@@ -71,7 +71,7 @@ def combine_barrier_arguments(domain: Domain) -> Launch:
 def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_kernel`."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(MAX_COLUMNS, next_power_of_2(width))
+    block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
     slots = domain.layout.returned_rows_in(domain.memory)
     arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block, UNTRACED
     return Launch((M, -(-width // block)), arguments, warps_for(block))
@@ -80,7 +80,7 @@ def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_ranks_kernel`."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(MAX_COLUMNS, next_power_of_2(width))
+    block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
     arguments = (
         domain.layout.returned_rows_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state,
         width, k, domain.layout.num_ranks, next_power_of_2(k), block, UNTRACED,

@@ -76,7 +76,7 @@ def send_partial_sum(
 
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def send_partial_sums_kernel(
-    peers, regions, row_shift, state, results, to, width, rank, num_ranks, room, first_expert, num_local,
+    peers, regions, row_shift, state, results, to, width, rank, num_ranks, slot_capacity, first_expert, num_local,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, trace,
 ):  # fmt: skip
     """Send each token's sum of L2's rows on this rank, in the order of `pull_kernel`; only with presum.
@@ -85,7 +85,7 @@ def send_partial_sums_kernel(
     note_begin(trace, 0, 0, 0)
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
-    memory = Memory(own, peers, regions, room)
+    memory = Memory(own, peers, regions, slot_capacity)
     experts = LocalExperts(first_expert, num_local, row_shift)
     rows = ResultRows(results, to, width, rank, num_ranks)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):

@@ -22,8 +22,16 @@ from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.layer import has_kernels
 from envoi.ops.moe.parallel.collectives import Channel, end_collectives, error_of, exchange_rows, gather_tensors
 from envoi.ops.moe.parallel.progress import HostMarks, oversee_queue
-from envoi.ops.moe.parallel.slots import SentTokens, needed_by, owners, positions, sort_by_expert, sum_slots
-from envoi.ops.moe.parallel.wire import from_bytes, to_bytes
+from envoi.ops.moe.parallel.slots import (
+    SentTokens,
+    from_bytes,
+    needed_by,
+    owners,
+    positions,
+    sort_by_expert,
+    sum_slots,
+    to_bytes,
+)
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router.reference import count_tokens
 from envoi.spans import span

@@ -96,7 +96,7 @@ def stage_tokens_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked:
 
 def num_chunks(layout: SharedLayout) -> int:
     """Number of programs that send slots to one peer, the same on all ranks, since a flag counts them."""
-    return min(MAX_CHUNKS, max(1, -(-layout.room // PIECE)))
+    return min(MAX_CHUNKS, max(1, -(-layout.slot_capacity // PIECE)))
 
 
 def send_routing_arguments(
@@ -107,9 +107,9 @@ def send_routing_arguments(
     chunks = num_chunks(layout)
     arguments = (
         topk_ids, ranked.slot_ranks, ranked.counts, topk_weights, domain.peers, layout.regions, domain.row_shift,
-        domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
-        layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
-        chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
+        domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape,
+        layout.slot_capacity, layout.num_experts, domain.first_expert, domain.num_local, error_code,
+        int(domain.timeout_s * 1e6), chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
         next_power_of_2(layout.num_ranks), domain.on_gpu, UNTRACED,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)

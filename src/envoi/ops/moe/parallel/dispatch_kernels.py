@@ -232,23 +232,24 @@ def decide_outcome(memory, state, report, num_ranks, RANK_LANES: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "num_tokens", "first_expert", "error_code", "timeout_us"])
 def send_routing_kernel(
     topk_ids, slot_ranks, counts, topk_weights, peers, regions, row_shift, offsets, state, report,
-    rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, error_code, timeout_us,
+    rank, num_ranks, num_tokens, k, slot_capacity, num_experts, first_expert, num_local, error_code, timeout_us,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
     ON_GPU: tl.constexpr, trace,
 ):  # fmt: skip
     """Send this rank's slots to every peer and wait for theirs. Program (p, c): chunk c of the slots, to peer p.
 
     The first program of each peer waits for it; the last of those to finish decides the outcome and computes offsets.
-    room: slots that a rank may have. error_code: why the host refuses this rank's arguments, which then aren't sent; 0.
+    slot_capacity: slots that a rank may have. error_code: why the host refuses this rank's arguments, which then aren't
+    sent; 0.
     """
     note_begin(trace, 0, 0, 0)
     peer, chunk = tl.program_id(0), tl.program_id(1)
     own = tl.load(peers + rank)
     theirs = tl.load(peers + peer)
-    memory = Memory(own, peers, regions, room)
+    memory = Memory(own, peers, regions, slot_capacity)
     outcome = tl.load(state + OUTCOME)
     if outcome != LOST:
-        mine = rank * room * 4
+        mine = rank * slot_capacity * 4
         to = SlotRegions(
             ints(theirs + regions.topk_ids + mine),
             ints(theirs + regions.slot_pos + mine),
@@ -303,7 +304,7 @@ def pull_token(
             sf = tl.load(from_sf + factors, mask=factors < rows.num_sf, other=0)
         pos = row_positions(memory, experts, token.source, found)
         weights = ints(memory.own + memory.regions.weights).to(tl.pointer_type(tl.float32))
-        weights = weights + token.source * memory.room + found.slot
+        weights = weights + token.source * memory.slot_capacity + found.slot
         tl.store(rows.weights + pos, tl.load(weights, mask=found.is_local, other=0.0), mask=found.is_local)
         if GATHERED:
             base = tl.load(rows.results + token.source)
@@ -341,7 +342,7 @@ def note_load(memory, state, history, num_ranks, num_experts, EXPERTS: tl.conste
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def pull_kernel(
     peers, regions, row_shift, state, history, rows, rows_sf, row_weights, row_destinations, results,
-    rank, num_ranks, room, num_experts, first_expert, num_local, num_words, num_sf, slot_bytes,
+    rank, num_ranks, slot_capacity, num_experts, first_expert, num_local, num_words, num_sf, slot_bytes,
     SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, EXPERTS: tl.constexpr, trace,
 ):  # fmt: skip
     """Pull the tokens of all ranks into rows, one token of each rank in turn, so that all peers are read at any time.
@@ -353,7 +354,7 @@ def pull_kernel(
     note_begin(trace, 0, 0, 0)
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
-    memory = Memory(own, peers, regions, room)
+    memory = Memory(own, peers, regions, slot_capacity)
     experts = LocalExperts(first_expert, num_local, row_shift)
     out = PulledRows(rows, rows_sf, row_weights, row_destinations, results, num_words, num_sf, slot_bytes)
     if tl.program_id(0) == tl.num_programs(0) - 1:

@@ -20,11 +20,10 @@ from envoi.ops.moe.parallel.collectives import Channel, exchange_equal, gather_t
 from envoi.ops.moe.parallel.counted import run_local_experts
 from envoi.ops.moe.parallel.hosts import Hosts, gather_by_rail, return_by_rail, sum_in_order
 from envoi.ops.moe.parallel.load import note
-from envoi.ops.moe.parallel.slots import SentTokens, owners, sort_by_expert
+from envoi.ops.moe.parallel.slots import SentTokens, from_bytes, owners, sort_by_expert, to_bytes
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
-from envoi.ops.moe.parallel.wire import from_bytes, to_bytes
+from envoi.ops.moe.reference import combine as sum_rows
 from envoi.ops.moe.reference import quantize_tokens
-from envoi.ops.moe.reference_permute import combine as sum_rows
 from envoi.ops.moe.router.reference import count_tokens
 from envoi.spans import span
 from envoi.types import ExpertRows, ExpertWeights
@@ -113,9 +112,9 @@ def combine(room: Room, rows: torch.Tensor, pos_to_slot: torch.Tensor, topk_ids:
         rank = torch.arange(layout.num_ranks, device="cpu")
         sent = (owner.unsqueeze(2) == rank).any(1)  # [M, num_ranks]
         return sum_rows(back[rank, token][sent], sent.flatten().nonzero()[:, 0], num_tokens, layout.num_ranks)
-    slots = rows.new_zeros(layout.num_ranks * layout.room, layout.hidden)
+    slots = rows.new_zeros(layout.num_ranks * layout.slot_capacity, layout.hidden)
     slots[pos_to_slot.long()] = rows
-    slots, used = slots.view(layout.num_ranks, layout.room, -1), owner < layout.num_ranks
+    slots, used = slots.view(layout.num_ranks, layout.slot_capacity, -1), owner < layout.num_ranks
     if room.hosts is not None:
         back = return_by_rail(room.hosts, slots, layout.num_topk, layout.presum)
         if layout.presum:

@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from envoi.ops.moe.combine import MAX_COLUMNS
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.parallel import dispatch as steps
 from envoi.ops.moe.parallel.collectives import Channel
@@ -24,6 +23,7 @@ from envoi.ops.moe.parallel.nvlink import run_local_experts
 from envoi.ops.moe.parallel.progress import BEGUN, DONE, GATHERED
 from envoi.ops.moe.parallel.queued import CALL_COLUMNS, HEAD_BYTES, QueuedBuffers, empty_counts
 from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, Regions, SharedLayout, allocate, set_peers
+from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
 from envoi.types import ExpertWeights
@@ -58,7 +58,7 @@ class GatheredLayout(SharedLayout):
     @property
     def part_columns(self) -> int:
         """Columns that two ranks exchange in combine: rows, then the number of the call."""
-        return (self.max_tokens if self.presum else self.room) * self.hidden + CALL_COLUMNS
+        return (self.max_tokens if self.presum else self.slot_capacity) * self.hidden + CALL_COLUMNS
 
     @cached_property
     def regions(self) -> Regions:
@@ -212,7 +212,7 @@ def settle_arguments(buffers: Buffers) -> Launch:
 def sum_arguments(buffers: Buffers, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_received_kernel`."""
     (M, k), width, layout = topk_ids.shape, out.shape[1], buffers.layout
-    block = min(MAX_COLUMNS, next_power_of_2(width))
+    block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
     domain, lanes = buffers.domain, (next_power_of_2(layout.num_ranks), next_power_of_2(k))
     arguments = (
         buffers.received, topk_ids.contiguous(), domain.rank_ends, out, domain.state, domain.report, buffers.counts,

@@ -53,7 +53,7 @@ def mark_kernel(counts, host, state, head, POINT: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def settle_kernel(
     peers, segment, regions, row_shift, offsets, state, report, counts, parts, part_columns,
-    rank, num_ranks, room, num_experts, first_expert, num_local, EXPERTS: tl.constexpr,
+    rank, num_ranks, slot_capacity, num_experts, first_expert, num_local, EXPERTS: tl.constexpr,
     LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
 ):  # fmt: skip
     """Decide from all ranks' error codes whether the call goes on, and compute where its rows go. One program.
@@ -87,7 +87,7 @@ def settle_kernel(
         tl.store(ints(own + regions.slot_offsets) + source * (num_experts + 1) + e, begin, mask=e <= num_experts)
     tl.debug_barrier()  # this program reads again what its other threads have written
     tl.store(ints(own - HEAD_BYTES) + ERROR_CODE, 0)
-    memory = Memory(own, peers, regions, room)
+    memory = Memory(own, peers, regions, slot_capacity)
     experts = LocalExperts(first_expert, num_local, row_shift)
     to, fine = Placement(offsets, state, report), outcome == FINE
     compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, LOCAL_LANES, RANK_LANES)

@@ -1,4 +1,4 @@
-"""Ranks grouped by host, so that a token crosses to another host once, between ranks of the same place there.
+"""Ranks grouped by host, so that a token crosses to another host once, between ranks of the same number there.
 
 Host g of G has L ranks; its rank at place l exchanges with the ranks at place l of the other hosts (a rail), and then
 with the ranks of its own host. Example: hosts a, a, b, b: rails {0, 2} and {1, 3}.
@@ -31,11 +31,12 @@ _rails: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Any]] = WeakK
 class Grid:
     """Hosts of a group.
 
-    host, place [num_ranks] int64: each rank's host, and its place there. grid [places, hosts] int64: the rank at each.
+    host, local_rank [num_ranks] int64: each rank's host, and its number there. grid [local ranks, hosts] int64: the
+    rank at each.
     """
 
     host: torch.Tensor
-    place: torch.Tensor
+    local_rank: torch.Tensor
     grid: torch.Tensor
 
     @staticmethod
@@ -43,11 +44,11 @@ class Grid:
         """Arrange the ranks by the names of their hosts, equally many on each, in the order of the ranks."""
         order = list(dict.fromkeys(names))
         host = [order.index(x) for x in names]
-        place = [names[:rank].count(names[rank]) for rank in range(len(names))]
+        local_rank = [names[:rank].count(names[rank]) for rank in range(len(names))]
         grid = torch.empty(len(names) // len(order), len(order), dtype=torch.int64, device="cpu")
-        for rank, (x, y) in enumerate(zip(place, host, strict=True)):
+        for rank, (x, y) in enumerate(zip(local_rank, host, strict=True)):
             grid[x, y] = rank
-        return Grid(torch.tensor(host, device="cpu"), torch.tensor(place, device="cpu"), grid)
+        return Grid(torch.tensor(host, device="cpu"), torch.tensor(local_rank, device="cpu"), grid)
 
     @property
     def num_hosts(self) -> int:
@@ -55,8 +56,8 @@ class Grid:
         return self.grid.shape[1]
 
     def rail(self, rank: int) -> list[int]:
-        """Return the ranks of this rank's place on all hosts, in the order of the hosts."""
-        return self.grid[self.place[rank]].tolist()
+        """Return the ranks of this rank's local rank on all hosts, in the order of the hosts."""
+        return self.grid[self.local_rank[rank]].tolist()
 
     def inside(self, rank: int) -> list[int]:
         """Return the ranks of this rank's host, in the order of their places."""
@@ -135,7 +136,7 @@ def check_machines(hosts: list[str], machines: list[str]) -> None:
 def connect_hosts(channel: Channel, names: list[str], name: str, timeout_s: float) -> Hosts:
     """Connect this rank to its rail and to its host, over gloo. Collective; raises PeerTimeout."""
     grid, mine = Grid.of(names), channel.rank
-    rail = _connect(channel, f"{name}/rail {grid.place[mine]}", grid.rail(mine), timeout_s)
+    rail = _connect(channel, f"{name}/rail {grid.local_rank[mine]}", grid.rail(mine), timeout_s)
     inside = _connect(channel, f"{name}/host {grid.host[mine]}", grid.inside(mine), timeout_s)
     return Hosts(grid, rail, inside)
 
@@ -156,13 +157,13 @@ def connect_rail(channel: Channel, group: dist.ProcessGroup, names: Sequence[str
 
 def _connect_nccl(channel: Channel, grid: Grid, name: str, timeout_s: float) -> Any:
     members = grid.rail(channel.rank)
-    place = int(grid.place[channel.rank])
+    local_rank = int(grid.local_rank[channel.rank])
 
     def make(store: Store) -> Any:
         # torch ends the process where a collective takes longer than this; Envoi ends the collective long before.
         longest = timedelta(seconds=max(LEAST_NCCL_TIMEOUT_S, 10 * timeout_s))
         nccl: Any = dist.ProcessGroupNCCL
-        return nccl(PrefixStore(f"{name}/rail {place}", store), members.index(channel.rank), len(members), longest)
+        return nccl(PrefixStore(f"{name}/rail {local_rank}", store), members.index(channel.rank), len(members), longest)
 
     return channel.watch.connect(OPENING, make, channel.watch.left_s)
 
@@ -171,7 +172,7 @@ def gather_by_rail(hosts: Hosts, mine: torch.Tensor) -> torch.Tensor:
     """Gather tensors of one shape from all ranks: [num_ranks, *shape]. Each crosses to another host once."""
     across = gather_tensors(hosts.rail, mine, "dispatch between hosts")
     inside = gather_tensors(hosts.inside, across, "dispatch within the host")
-    return inside[hosts.grid.place, hosts.grid.host]
+    return inside[hosts.grid.local_rank, hosts.grid.host]
 
 
 def return_by_rail(hosts: Hosts, slots: torch.Tensor, num_topk: int, presum: bool) -> torch.Tensor:

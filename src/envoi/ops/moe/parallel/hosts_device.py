@@ -1,12 +1,12 @@
-"""MoE layer over hosts by kernels: NCCL between ranks of the same place, shared memory within a host.
+"""MoE layer over hosts by kernels: NCCL between ranks of the same local rank, shared memory within a host.
 
     dispatch    pack this rank's tokens, quantised, into a parcel       a token crosses to another host once
                 all-gather of the parcels along the rail
-                unpack, announce, pull                                  kernels of NVLink, on the tokens of all hosts
-    experts     L1 -> L2, as on one rank; L2 stores each row in the memory of the rank of its token's place
+                unpack, send routing, pull                              kernels of NVLink, on the tokens of all hosts
+    experts     L1 -> L2, as on one rank; L2 stores each row in the memory of its token's local rank
     combine     meet; rows, or with presum their sums within the host, all-to-all along the rail; sum
 
-For the kernels of NVLink, a rank's tokens are those of all ranks of its place, and experts of other hosts are masked.
+For the kernels of NVLink, a rank's tokens are those of all ranks of its rail, and experts of other hosts are masked.
 Buffers are reused by the next call as there: a peer writes into this rank's memory only after this rank has announced
 its next call, which the stream runs after its last read. Graphs hold a call; its host reads no size.
 """
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from envoi.ops.moe.combine import MAX_COLUMNS
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.parallel import dispatch as steps
 from envoi.ops.moe.parallel.combine import combine_barrier, sum_arguments
@@ -29,6 +28,7 @@ from envoi.ops.moe.parallel.progress import BEGUN, DONE, GATHERED
 from envoi.ops.moe.parallel.queued import HEAD_BYTES, QueuedBuffers, empty_counts
 from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, SharedLayout, allocate, allocate_bytes
 from envoi.ops.moe.parallel.timeout import Watch
+from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix
@@ -76,7 +76,12 @@ class HostsLayout:
         whole = self.whole
         sf_bytes = whole.num_sf * (1 if whole.scheme is None else whole.scheme.sf.itemsize)
         offsets = [HEAD_BYTES]
-        for size in (4 * whole.room, 4 * whole.room, self.max_tokens * whole.row_bytes, self.max_tokens * sf_bytes):
+        for size in (
+            4 * whole.slot_capacity,
+            4 * whole.slot_capacity,
+            self.max_tokens * whole.row_bytes,
+            self.max_tokens * sf_bytes,
+        ):
             offsets.append(offsets[-1] + -(-size // ALIGN_BYTES) * ALIGN_BYTES)
         return Parcel(*offsets)
 
@@ -97,7 +102,7 @@ class HostsLayout:
 class Buffers(QueuedBuffers):
     """Buffers that all calls of a rank use; parts are those of hosts.
 
-    domain: the memory within the host. grid: see `hosts.Grid`; place: this rank's. parcels [hosts, bytes] uint8;
+    domain: the memory within the host. grid: see `hosts.Grid`; local_rank: this rank's. parcels [hosts, bytes] uint8;
     own_parcel: this rank's. topk_ids, weights [hosts * (max_tokens + 1), num_topk]: slots of all hosts' tokens.
     is_here, host_of [num_experts] int32: whether an expert is on this host, and its host.
     late [hosts] int32: who was late, where the host reads it.
@@ -105,7 +110,7 @@ class Buffers(QueuedBuffers):
 
     layout: HostsLayout
     grid: Grid
-    place: int
+    local_rank: int
     parcels: torch.Tensor
     own_parcel: torch.Tensor
     topk_ids: torch.Tensor
@@ -124,10 +129,10 @@ class Buffers(QueuedBuffers):
         """View `late` as an array of ctypes, which is read without an operator of torch."""
         return (ctypes.c_int32 * len(self.late)).from_address(self.late.data_ptr())
 
-    def culprit(self, place: int, code: int) -> tuple[int, int]:
+    def culprit(self, local_rank: int, code: int) -> tuple[int, int]:
         """Return the rank of the group that an error code in `domain.report` names, and the code by itself."""
         host = max(0, (code >> HOST_SHIFT) - 1)
-        return int(self.grid.grid[place, host]), code & ((1 << HOST_SHIFT) - 1)
+        return int(self.grid.grid[local_rank, host]), code & ((1 << HOST_SHIFT) - 1)
 
 
 def open_buffers(
@@ -136,10 +141,10 @@ def open_buffers(
 ) -> Buffers:  # fmt: skip
     """Allocate all memory of a rank. shared: other ranks of this host will map a part of it."""
     whole, G = layout.whole, layout.num_hosts
-    place, host = int(grid.place[rank]), int(grid.host[rank])
+    local_rank, host = int(grid.local_rank[rank]), int(grid.host[rank])
     first, last = expert_offsets[rank], expert_offsets[rank + 1]
-    own = [first] * (place + 1) + [last] * (layout.inside.num_ranks - place)  # no other entry is read
-    domain = allocate(layout.inside, place, own, timeout_s, device, shared)
+    own = [first] * (local_rank + 1) + [last] * (layout.inside.num_ranks - local_rank)  # no other entry is read
+    domain = allocate(layout.inside, local_rank, own, timeout_s, device, shared)
     sizes = torch.tensor(expert_offsets, device="cpu").diff()
     host_of = torch.repeat_interleave(grid.host, sizes).to(torch.int32)
     slots = G * (layout.max_tokens + 1), whole.num_topk
@@ -152,7 +157,7 @@ def open_buffers(
     sent = torch.zeros_like(received) if whole.presum else returned.view(G, -1)
     counts, host_counts = empty_counts(device)
     return Buffers(
-        layout=layout, domain=domain, grid=grid, place=place, parcels=parcels, own_parcel=parcels[host],
+        layout=layout, domain=domain, grid=grid, local_rank=local_rank, parcels=parcels, own_parcel=parcels[host],
         head=parcels[host, :HEAD_BYTES].view(torch.int32),
         topk_ids=torch.full(slots, -1, dtype=torch.int32, device=device),
         weights=torch.zeros(slots, dtype=torch.float32, device=device),
@@ -169,7 +174,7 @@ def _tokens_in(layout: HostsLayout, parcel: torch.Tensor) -> Matrix:
 
 
 def connect(buffers: Buffers, rail: Any, watch: Watch) -> None:
-    """Connect the ranks of this place by both collectives, in time, and have calls overseen from now on. Collective.
+    """Connect the ranks of this rail by both collectives, in time, and have calls overseen from now on. Collective.
 
     rail: a backend of NCCL that connects them, in the order of their hosts.
     """
@@ -184,7 +189,7 @@ def run_layer(
         pack_parcel(buffers, tokens, topk_weights.contiguous(), topk_ids.contiguous())
         buffers.gather()
         unpack(buffers)
-        announce(buffers)
+        send_routing(buffers)
         steps.pull_rows(buffers.domain)
     run_local_experts(buffers.domain, experts, buffers.layout.num_hosts * topk_ids.numel())
     with span("combine"):
@@ -202,7 +207,7 @@ def refuse(buffers: Buffers) -> None:
     pack_parcel(buffers, tokens, none.float(), none, steps.REFUSED_ON_HOST)
     buffers.gather()
     unpack(buffers)
-    announce(buffers)
+    send_routing(buffers)
     combine_barrier(buffers.domain)
     seal_parts(buffers)
     buffers.exchange()
@@ -227,7 +232,7 @@ def unpack(buffers: Buffers) -> None:
     launch_kernel(KERNELS, "unpack_kernel", unpack_arguments(buffers))
 
 
-def announce(buffers: Buffers) -> None:
+def send_routing(buffers: Buffers) -> None:
     """Send the slots of all hosts' tokens to the ranks of this host, and wait for theirs."""
     domain, ids = buffers.domain, buffers.topk_ids
     none = torch.empty(0, domain.layout.hidden, dtype=torch.bfloat16, device=ids.device)
@@ -261,9 +266,9 @@ def pack_arguments(buffers: Buffers, topk_weights: torch.Tensor, topk_ids: torch
     whole, parcel = buffers.layout.whole, buffers.layout.parcel
     arguments = (
         topk_ids, topk_weights, buffers.own_parcel.view(torch.int32), parcel.topk_ids // 4, parcel.weights // 4,
-        topk_ids.numel(), topk_ids.shape[1], whole.room, whole.num_topk, error_code,
+        topk_ids.numel(), topk_ids.shape[1], whole.slot_capacity, whole.num_topk, error_code,
     )  # fmt: skip
-    return Launch((-(-whole.room // PACKED),), arguments, steps.WARPS)
+    return Launch((-(-whole.slot_capacity // PACKED),), arguments, steps.WARPS)
 
 
 def unpack_arguments(buffers: Buffers) -> Launch:
@@ -276,7 +281,7 @@ def unpack_arguments(buffers: Buffers) -> Launch:
     num_words = whole.row_bytes // 4
     arguments = (
         buffers.parcels, layout.parcel.end, layout.parcel, domain.peers, domain.layout.regions, buffers.is_here,
-        buffers.topk_ids, buffers.weights, buffers.counts, domain.state, buffers.late, buffers.place,
+        buffers.topk_ids, buffers.weights, buffers.counts, domain.state, buffers.late, buffers.local_rank,
         domain.layout.num_ranks, whole.num_experts, layout.max_tokens, whole.num_topk, num_words, whole.num_sf,
         values.view(torch.int32), sf, next_power_of_2(domain.layout.num_ranks), next_power_of_2(whole.num_topk),
         next_power_of_2(num_words), next_power_of_2(whole.num_sf) if whole.num_sf else 0,
@@ -296,7 +301,7 @@ def seal_arguments(buffers: Buffers) -> Launch:
 def sum_hosts_arguments(buffers: Buffers, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_hosts_kernel`."""
     (M, k), width, layout = topk_ids.shape, out.shape[1], buffers.layout
-    whole, G, block = layout.whole, layout.num_hosts, min(MAX_COLUMNS, next_power_of_2(width))
+    whole, G, block = layout.whole, layout.num_hosts, min(MAX_SUM_COLUMNS, next_power_of_2(width))
     arguments = (
         buffers.received, topk_ids, buffers.host_of, out, buffers.domain.state, buffers.late, buffers.counts, width,
         layout.part_columns, whole.num_topk, whole.num_experts, k, G, next_power_of_2(G), whole.presum, block,

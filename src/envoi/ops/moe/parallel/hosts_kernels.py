@@ -23,50 +23,52 @@ HOST_SHIFT: tl.constexpr = tl.constexpr(8)  # an error code says above these bit
 
 
 class Peers(NamedTuple):
-    """Ranks of this host: addresses of their memory [num_peers] int64, this rank's place among them, and the byte
+    """Ranks of this host: addresses of their memory [num_peers] int64, this rank's number among them, and the byte
     offset of the error codes."""
 
     addresses: Any
-    place: Any
+    local_rank: Any
     error_codes: Any
 
 
 @triton.jit(do_not_specialize=["num_slots", "k", "error_code"])
-def pack_slots_kernel(topk_ids, weights, parcel, at_ids, at_weights, num_slots, k, room, num_topk, error_code):
+def pack_slots_kernel(topk_ids, weights, parcel, at_ids, at_weights, num_slots, k, slot_capacity, num_topk, error_code):
     """Store this rank's slots in its parcel, num_topk for each token, -1 where there is none; and why it refuses, or 0.
 
     topk_ids, weights [num_slots]: k for each token. parcel: int32, from its head on; at_ids, at_weights: places of
-    `room` slots in it, in elements.
+    `slot_capacity` slots in it, in elements.
     """
     i = tl.program_id(0) * PACKED + tl.arange(0, PACKED)
     token, place = i // num_topk, i % num_topk
     given = token * k + place
     inside = (place < k) & (given < num_slots)
-    tl.store(parcel + at_ids + i, tl.load(topk_ids + given, mask=inside, other=-1), mask=i < room)
+    tl.store(parcel + at_ids + i, tl.load(topk_ids + given, mask=inside, other=-1), mask=i < slot_capacity)
     to = (parcel + at_weights).to(tl.pointer_type(tl.float32))
-    tl.store(to + i, tl.load(weights + given, mask=inside, other=0.0), mask=i < room)
+    tl.store(to + i, tl.load(weights + given, mask=inside, other=0.0), mask=i < slot_capacity)
     if tl.program_id(0) == 0:
         tl.store(parcel + ERROR_CODE, error_code)
 
 
 @triton.jit
 def tell_peers(peers, host, code, PEERS: tl.constexpr, num_peers):
-    """Tell all ranks of this host that a rank of `host`, at this rank's place, has this error code; 0 tells nothing."""
+    """Send all ranks of this host the error code of the rank of `host` with this local rank; 0 sends nothing."""
     lanes = tl.arange(0, PEERS)
     there = tl.load(peers.addresses + lanes, mask=lanes < num_peers, other=0) + peers.error_codes
     value = code + ((host + 1) << HOST_SHIFT)
-    tl.atomic_max(ints(there) + peers.place, value, mask=(lanes < num_peers) & (code > 0), sem="relaxed", scope="sys")
+    tl.atomic_max(
+        ints(there) + peers.local_rank, value, mask=(lanes < num_peers) & (code > 0), sem="relaxed", scope="sys"
+    )
 
 
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["local_rank"])
 def unpack_kernel(
     parcels, parcel_bytes, offsets, addresses, regions, is_here, topk_ids, weights, counts, state, late,
-    place, num_peers, num_experts, max_tokens, num_topk, num_words, num_sf, tokens, sf,
+    local_rank, num_peers, num_experts, max_tokens, num_topk, num_words, num_sf, tokens, sf,
     PEERS: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr,
 ):  # fmt: skip
     """Unpack one token of one host's parcel, if an expert of it is on this host. Program: host * (max_tokens + 1) + m.
 
-    parcels: of the ranks of this place, parcel_bytes each, uint8; offsets: `hosts_device.Parcel`. topk_ids, weights
+    parcels: of the ranks of this rail, parcel_bytes each, uint8; offsets: `hosts_device.Parcel`. topk_ids, weights
     [hosts, max_tokens + 1, num_topk]: its slots, -1 if the expert is elsewhere; the last token of a host is none.
     tokens, sf: this rank's memory, as words of 4 bytes and factors, num_words and num_sf a token. is_here
     [num_experts]: 1 for experts on this host. late [hosts]: who was late. A wrong id, or a rank that refuses its
@@ -75,7 +77,7 @@ def unpack_kernel(
     host, m = tl.program_id(0) // (max_tokens + 1), tl.program_id(0) % (max_tokens + 1)
     parcel = parcels + host * parcel_bytes.to(tl.int64)
     head = parcel.to(tl.pointer_type(tl.int32))
-    peers = Peers(addresses, place, regions.error_codes)
+    peers = Peers(addresses, local_rank, regions.error_codes)
     lanes = tl.arange(0, SLOTS)
     real = (lanes < num_topk) & (m < max_tokens)
     given = m * num_topk + lanes

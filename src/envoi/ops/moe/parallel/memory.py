@@ -15,7 +15,7 @@ from envoi.ops.moe.parallel.collectives import Channel, gather_texts
 from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.opening import OPENING, first_error
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
-from envoi.plan.presum import pays as presum_pays
+from envoi.plan.exchange import presum_pays
 from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers

@@ -48,7 +48,7 @@ def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) ->
     num_slots: this rank's slots, an estimate of the others'; only the choice of a config depends on it.
     """
     layout = domain.layout
-    expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts
+    expected = layout.num_ranks * (num_slots or layout.slot_capacity) * domain.num_local // layout.num_experts
     to = None if layout.presum else domain.row_destinations
     grouping = Grouping(write_tail=False, expected=expected, to=to)
     return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, domain.progress)

@@ -33,13 +33,13 @@ class Memory(NamedTuple):
     """Shared memory as seen by one rank's kernel.
 
     own: address of this rank's memory. peers [num_ranks] int64: addresses of all ranks' memory. regions:
-    `symmetric_memory.Regions`, the byte offset of each part. room: slots that a rank may have.
+    `symmetric_memory.Regions`, the byte offset of each part. slot_capacity: slots that a rank may have.
     """
 
     own: Any
     peers: Any
     regions: Any
-    room: Any
+    slot_capacity: Any
 
 
 class LocalExperts(NamedTuple):
@@ -118,7 +118,7 @@ def token_slots(memory, experts, token, SLOTS: tl.constexpr):
     lane = tl.arange(0, SLOTS)
     slot = token.token * token.k + lane
     ids = ints(memory.own + memory.regions.topk_ids)
-    expert = tl.load(ids + token.source * memory.room + slot, mask=lane < token.k, other=-1) - experts.first
+    expert = tl.load(ids + token.source * memory.slot_capacity + slot, mask=lane < token.k, other=-1) - experts.first
     return TokenSlots(lane, slot, expert, (expert >= 0) & (expert < experts.count))
 
 
@@ -126,6 +126,6 @@ def token_slots(memory, experts, token, SLOTS: tl.constexpr):
 def row_positions(memory, experts, source, token):
     """Return the rows of a token's slots on this rank, -1 for slots whose expert is elsewhere. token: TokenSlots."""
     positions = ints(memory.own + memory.regions.slot_pos)
-    pos = tl.load(positions + source * memory.room + token.slot, mask=token.is_local, other=0)
+    pos = tl.load(positions + source * memory.slot_capacity + token.slot, mask=token.is_local, other=0)
     shift = tl.load(experts.row_shift + source * experts.count + token.expert, mask=token.is_local, other=0)
     return tl.where(token.is_local, pos + shift, -1)

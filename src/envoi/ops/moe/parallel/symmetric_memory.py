@@ -29,7 +29,7 @@ class Regions(NamedTuple):
     error_codes [num_ranks] int32: why peer r's arguments are refused; the owner clears them.
     sizes [num_ranks, 2] int32: tokens and top-k of each rank.
     slot_offsets [num_ranks, num_experts + 1] int32: where each expert's slots begin among those of a rank.
-    topk_ids, slot_pos, weights [num_ranks, room]: of every rank's slots, written by that rank.
+    topk_ids, slot_pos, weights [num_ranks, slot_capacity]: of every rank's slots, written by that rank.
     tokens [max_tokens, row_bytes] and token_sf: this rank's tokens, which peers read.
     returned_rows [max_tokens, num_returned, slot_bytes]: rows that peers send back, written by them.
     end: bytes in all.
@@ -64,14 +64,14 @@ class SharedLayout:
     presum: bool = False
 
     @property
-    def room(self) -> int:
+    def slot_capacity(self) -> int:
         """Slots that a rank may have."""
         return self.max_tokens * self.num_topk
 
     @property
     def slot_stride(self) -> int:
         """Distance, in slots, between two ranks' slots in `regions`."""
-        return self.room
+        return self.slot_capacity
 
     @property
     def scheme(self) -> Scheme | None:
@@ -107,7 +107,7 @@ class SharedLayout:
     @cached_property
     def regions(self) -> Regions:
         """Byte offsets of all parts, each aligned."""
-        ranks, slots = self.num_ranks, self.num_ranks * self.room * 4
+        ranks, slots = self.num_ranks, self.num_ranks * self.slot_capacity * 4
         sf_bytes = self.num_sf * (1 if self.scheme is None else self.scheme.sf.itemsize)
         sizes = (
             2 * ranks * 4, ranks * 4, 2 * ranks * 4, ranks * (self.num_experts + 1) * 4, slots, slots, slots,
@@ -211,7 +211,7 @@ def allocate(
     num_bytes = layout.regions.end
     memory = allocate_bytes(num_bytes, device, shared)
     memory[: layout.regions.tokens].zero_()
-    num_local, capacity = expert_offsets[rank + 1] - expert_offsets[rank], layout.num_ranks * layout.room
+    num_local, capacity = expert_offsets[rank + 1] - expert_offsets[rank], layout.num_ranks * layout.slot_capacity
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

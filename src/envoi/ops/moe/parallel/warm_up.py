@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from envoi.ops.moe.combine import combine_rows
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.parallel import gathered_device, hosts_device, memory
 from envoi.ops.moe.parallel.collectives import Channel, gather_texts
 from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
-from envoi.ops.moe.permute import empty_rows
+from envoi.ops.moe.permute import combine_rows, empty_rows
 from envoi.ops.moe.warm_up import compile_calls
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import Target

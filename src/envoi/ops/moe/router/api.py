@@ -30,23 +30,12 @@ def _given(
 
 @prepared(_given)
 def route(
-    tokens: torch.Tensor,
-    gate: torch.Tensor,
-    k: int,
-    alpha: float | None = None,
-    *,
-    rule: Rule | str = DEFAULT_RULE,
-    logit_bias: torch.Tensor | None = None,
-    expert_bias: torch.Tensor | None = None,
-    token_ids: torch.Tensor | None = None,
-    hash_table: torch.Tensor | None = None,
-    return_logits: bool = False,
-    return_dense: bool = False,
-    return_counts: bool = False,
-    out: Routing | None = None,
-    workspace: torch.Tensor | None = None,
-    num_sms: int | None = None,
-) -> Routing:
+    tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float | None = None, *,
+    rule: Rule | str = DEFAULT_RULE, logit_bias: torch.Tensor | None = None, expert_bias: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None, hash_table: torch.Tensor | None = None, return_logits: bool = False,
+    return_dense: bool = False, return_counts: bool = False, out: Routing | None = None,
+    workspace: torch.Tensor | None = None, num_sms: int | None = None,
+) -> Routing:  # fmt: skip
     """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
 
     tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.device import divide, e4m3, group_amax, maximum
 from envoi.ops.gemm.hopper.mainloop import widened
-from envoi.ops.gemm.hopper.run_epilogue import halves_in_turn, to_token_major
+from envoi.ops.gemm.hopper.run_epilogue import interleave_gate_up, to_token_major
 from envoi.ops.moe.decode.bf16_fp8 import config
 from envoi.ops.moe.decode.bf16_fp8.tile_scheduler import Schedule, Slots
 from envoi.runtime.aggregate import Scalar, aggregate
@@ -462,7 +462,7 @@ class Worker:
         cfg: gl.constexpr = self.tokens.cfg
         N = self.weights.N
         if self.code.takes_halves:
-            acc = halves_in_turn(acc, cfg)
+            acc = interleave_gate_up(acc, cfg)
         acc = to_token_major(acc, cfg)
         at = ChunkPosition(tile.row, tile.row_tile * FEATURES, tile.row_end, N)
         buffers = ChunkBuffers((None, None, None, None), (), (0, 0, 0), 0, ())

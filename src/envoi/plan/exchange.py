@@ -1,4 +1,6 @@
-"""Choice between two ways of sending tokens to the ranks of their experts by collectives.
+"""Choices of the exchange between ranks, from the sizes of a layer alone.
+
+Choice between two ways of sending tokens to the ranks of their experts by collectives.
 
     gathered   every token to every rank, and back one row from every rank for each slot     no size on the host
     counted    a token to each rank that needs it, and back its slots' rows                  a copy of counts first
@@ -9,11 +11,21 @@ For R ranks with M tokens of h bytes each, k slots a token, rows of 2H bytes, li
     counted    ((R - 1) M h p           + (R - 1) M k 2H / R) / B + S     p = 1 - (1 - 1/R)^k: a rank has one of the k
 
 S is what it costs that kernels can't be queued before the host knows the counts: a collective, a copy, new launches.
+
+Choice whether a token's rows on the same rank are summed there before they are sent back.
+
+    off: rows cross NVLink during L2's products         max(products, wire), then k rows per token are read and summed
+    on:  products, then fewer rows cross NVLink         products + wire * met, then one row for each rank that has any
+
+met: the fraction of rows that remains if each slot's rank is drawn at random: R (1 - (1 - 1/R)^k) / k for R ranks.
 """
 
 from dataclasses import dataclass
 
+from envoi.plan.machines import H200
+
 ROW_BYTES = 2  # bf16, one column
+TILE = 128  # tokens of a tile, for the rate of products
 
 
 @dataclass(frozen=True)
@@ -51,3 +63,14 @@ def gathering_pays(
     gathered = others * max_tokens * (token_bytes + row * (1 if presum else num_topk))
     counted = others * max_tokens * (token_bytes * needed + row * num_topk / num_ranks)
     return (gathered - counted) / (link.gb_per_s * 1e3) <= link.counts_us
+
+
+def presum_pays(hidden: int, intermediate: int, num_topk: int, max_tokens: int, num_ranks: int, format: str) -> bool:
+    """Return whether presum saves more time than its kernel costs, for max_tokens tokens per rank. Any num_ranks."""
+    met = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk) / num_topk
+    products = 2 * intermediate / (H200.gemm_tflops(format, TILE) * 1e6)  # us per row and column, like every time below
+    wire = ROW_BYTES * (num_ranks - 1) / num_ranks / (H200.push_gb_per_s * 1e3)
+    read = ROW_BYTES / (H200.hbm_gb_per_s * 1e3)
+    off = max(products, wire) + read
+    on = products + max(wire * met, read) + read * met
+    return (off - on) * hidden * max_tokens * num_topk > H200.launch_us

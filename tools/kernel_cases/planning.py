@@ -1,0 +1,132 @@
+"""Launches of kernels as calls plan them: what a call on tensors without memory would launch is what is compiled.
+
+Case -> a call of the product -> its launches, planned for a GPU -> the one that the case is named after
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+import envoi
+from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.quant.formats import SCHEMES
+from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
+from envoi.runtime.program import Launch, building, without_memory
+from envoi.types import ExpertWeights, QuantTensor, Routing
+
+TIMEOUT_S = 10.0
+
+
+def launch_of_call(call: Callable[[], Any], kernel: str, which: int = 0, arch: str = HOPPER[0]) -> Launch:
+    """Plan a call on 132 multiprocessors; return its launch number `which` of the kernel of this name.
+
+    Raises ValueError if it has none.
+    """
+    with building(Target(arch, NUM_SMS)) as builder:
+        call()
+    found = [launch for launch in builder.launches if launch.kernel.fn.__name__ == kernel]
+    if which >= len(found):
+        names = [launch.kernel.fn.__name__ for launch in builder.launches]
+        raise ValueError(f"{kernel}: expected launch {which} of it among those of the call, got {names}")
+    return found[which]
+
+
+def case_of(
+    name: str, about: str, arches: tuple[str, ...], call: Callable[[], Any], kernel: str, which: int = 0,
+    arch: str = HOPPER[0],
+) -> KernelCase:  # fmt: skip
+    """Return the case of a kernel that a call launches. arch: planned for; arches: compiled for."""
+    return KernelCase(name, about, arches, partial(launch_of_call, call, kernel, which, arch))
+
+
+def matrix(scheme: str, *shape: int) -> torch.Tensor | QuantTensor:
+    """Return a matrix without memory in a scheme of `envoi.quant.SCHEMES`, "" for bf16."""
+    if not scheme:
+        return without_memory(shape, torch.bfloat16)
+    *lead, rows, columns = shape
+    kind = SCHEMES[scheme]
+    group = kind.group_for(shape)
+    width = columns // 2 if kind.values == torch.uint8 else columns
+    sf = without_memory((*lead, -(-rows // group[0]), columns // group[1]), kind.sf)
+    return QuantTensor(without_memory((*lead, rows, width), kind.values), sf, group)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Layer of experts. format: of `envoi.quant.FORMATS`. layout: of gate_up. bounded: factors are known to be small.
+
+    arch: for which it is packed.
+    """
+
+    format: str
+    num_tokens: int
+    hidden: int = 4096
+    intermediate: int = 2048
+    num_experts: int = 32
+    num_topk: int = 6
+    activation: str = "swiglu"
+    has_bias: bool = False
+    layout: str | None = None
+    bounded: bool = True
+    arch: str = HOPPER[0]
+
+    def __call__(self) -> None:
+        """Call `envoi.moe`."""
+        slots = self.num_tokens, self.num_topk
+        weights, ids = without_memory(slots, torch.float32), without_memory(slots, torch.int32)
+        tokens = without_memory((self.num_tokens, self.hidden), torch.bfloat16)
+        envoi.moe(tokens, Routing(weights, ids, self.num_experts), self.experts)
+
+    @property
+    def experts(self) -> ExpertWeights:
+        """Experts without memory."""
+        packed = _packed(
+            self.hidden, self.intermediate, self.num_experts, self.format, self.activation, self.has_bias, self.arch
+        )
+        if not self.bounded:
+            sides = (x if isinstance(x, torch.Tensor) else replace(x, scales_at_most_2=False)
+                     for x in (packed.gate_up, packed.down))  # fmt: skip
+            packed = ExpertWeights.arrange(replace(packed, **dict(zip(("gate_up", "down"), sides, strict=True))))
+        return packed if self.layout is None else replace(packed, gate_up_layout=self.layout)
+
+
+@cache
+def _packed(
+    hidden: int, intermediate: int, num_experts: int, format: str, activation: str, has_bias: bool, arch: str
+) -> ExpertWeights:
+    with standing_for(Target(arch, NUM_SMS)):
+        return experts_without_memory(hidden, intermediate, num_experts, format, activation, has_bias)
+
+
+@dataclass(frozen=True)
+class LayerOfRanks:
+    """Rank 1's call of a layer whose experts are spread over ranks.
+
+    experts: the rank's. way: "memory", "gathered", or "hosts", of num_ranks / num_hosts ranks each.
+    """
+
+    experts: Layer
+    num_ranks: int
+    way: str = "memory"
+    presum: bool = False
+    num_hosts: int = 1
+
+    def __call__(self) -> None:
+        """Call `ExpertParallel.moe`, as far as it launches."""
+        layer, num_experts = self.experts, self.experts.num_experts * self.num_ranks
+        layout = SharedLayout(
+            self.num_ranks, num_experts, layer.num_tokens, layer.num_topk, layer.hidden, layer.format, self.presum
+        )
+        ends = tuple(range(0, num_experts + 1, layer.num_experts))
+        hosts = tuple(str(rank * self.num_hosts // self.num_ranks) for rank in range(self.num_ranks))
+        call = ParallelCall(
+            layout, layer.num_topk, 1, ends, TIMEOUT_S, layer.experts, self.way == "gathered",
+            hosts if self.way == "hosts" else (),
+        )  # fmt: skip
+        call(layer.num_tokens)
