@@ -56,9 +56,15 @@ def tidy_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Collect only interpreter tests under the interpreter: others compile kernels, and most would take hours."""
-    is_file = collection_path.suffix == ".py"
-    return True if is_file and env.interpreting() and not interpreter.is_for_interpreter(collection_path) else None
+    """Collect only interpreter tests under the interpreter: others compile kernels, and most would take hours.
+
+    Without a GPU leave out files of GPU tests, whose imports take long.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    if env.interpreting():
+        return None if interpreter.is_for_interpreter(collection_path) else True
+    return True if left_out.is_for_gpus(collection_path) and not torch.cuda.is_available() else None
 
 
 @pytest.hookimpl(trylast=True)  # runs after -k and -m

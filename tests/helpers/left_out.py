@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ def reason(item: pytest.Item) -> str:
     return "" if arch in (None, "sm_{}{}".format(*torch.cuda.get_device_capability())) else f"a GPU of {arch}"
 
 
+def is_for_gpus(path: Path) -> bool:
+    """Return whether all tests of a file need a GPU, by the file's name."""
+    return path.name.endswith("_gpu.py")
+
+
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Remove them from `items`, by name and with a count."""
     reasons = [reason(item) for item in items]
@@ -64,5 +70,7 @@ def lines(config: pytest.Config) -> Iterable[str]:
     """Return the lines for the end of the run."""
     if env.interpreting():
         yield "TRITON_INTERPRET=1: only the tests in folders called `interpreted`"
+    elif not torch.cuda.is_available():
+        yield "needs a GPU: the files *_gpu.py"
     for why, count in config.stash.get(COUNTS, Counter()).items():
         yield f"needs {why}: {count} deselected"
