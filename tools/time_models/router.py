@@ -13,8 +13,7 @@ from bench.shapes import Options, RouterShape
 from bench.suites import cases
 from bench.suites import router as suite
 from envoi.ops.moe.router import host, kernel_hopper
-from envoi.ops.moe.router.candidates import candidates
-from envoi.ops.moe.router.choose_tiling import tiled_rows
+from envoi.ops.moe.router.choose_tiling import candidates, tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.ops.moe.router.time_model import COSTS, Costs, predicted_cycles

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.moe.router import PRESETS, Rule, host, reference, route
-from envoi.ops.moe.router.candidates import candidates
-from envoi.ops.moe.router.choose_tiling import choose_shares, choose_tiling
+from envoi.ops.moe.router.choose_tiling import candidates, choose_shares, choose_tiling
 from envoi.ops.moe.router.tiling import TILE
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from envoi.ops.moe.router import host
-from envoi.ops.moe.router.candidates import candidates
-from envoi.ops.moe.router.choose_tiling import choose_shares, choose_tiling
+from envoi.ops.moe.router.choose_tiling import candidates, choose_shares, choose_tiling
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum
 from envoi.ops.moe.router.tiling import TILE, box_of, two_widths
