@@ -86,9 +86,9 @@ def _presum(found: Estimate) -> str:
     return PRESUM.format("host" if found.layer.num_hosts > 1 else "rank") if found.presum else ""
 
 
-def _between_hosts(found: Estimate) -> list[str]:
+def _between_hosts(estimate: Estimate) -> list[str]:
     """Return the line on bytes between hosts, if there are several."""
-    found, network = found.between_hosts, found.network
+    found, network = estimate.between_hosts, estimate.network
     if found is None or network is None:
         return []
     sent, gathered, counted = (

@@ -62,8 +62,8 @@ def moe(
             "use ExpertParallel where they are spread over ranks, envoi.router.split_identity where ids past the "
             "weights' mean the identity"
         )
-    out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
-    return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+    found = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
+    return found if rows is tokens and dtype == found.dtype else found.to(dtype).view(tokens.shape)
 
 
 @operator("moe", empty_out, mlp_flops)

@@ -265,7 +265,7 @@ def prepared(listed: Callable[..., Listed]) -> Callable[[Function], Function]:
             with limited(num_sms):
                 return run(arguments, named, num_sms, given)
 
-        call.listed = listed  # pyright: ignore[reportFunctionMemberAccess]
+        call.listed = listed  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
         return cast(Function, call)
 
     return decorate
