@@ -82,6 +82,22 @@ def test_bits(fake, monkeypatch, format, way, presum):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("group")
+def test_out(fake, monkeypatch, way):
+    parallel = open_here(monkeypatch, "bf16", way)
+    for seed in range(3):
+        tokens, routing = inputs(seed)
+        out = torch.empty_like(tokens)
+        assert parallel.moe(tokens, routing, out=out) is out
+        assert_same_bits(out, parallel.moe(tokens, routing))
+    for wrong in (out[:-1], out.float(), out.t().contiguous().t(), 7):
+        with pytest.raises(ValueError, match="^out: expected"):
+            parallel.moe(tokens, routing, out=wrong)
+        parallel._shared().report.zero_()
+    assert_same_bits(out, parallel.moe(tokens, routing))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("group")
 def test_errors(fake, monkeypatch, way):
     parallel = open_here(monkeypatch, "bf16", way)
     for seed in range(3):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from envoi.check import expect_tensor
 from envoi.estimates.exchange import gathering_pays, link_of
 from envoi.ops.moe.op import (
     as_rows,
@@ -58,7 +59,9 @@ from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, plain
+from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given
+from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing
 
 # The operator finds its object by name.
@@ -166,11 +169,12 @@ class ExpertParallel:
             counted.oversee_calls(self.channel)
         _instances[self.name] = self
 
-    def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def moe(self, tokens: torch.Tensor, routing: Routing, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
         slot; k is at most num_topk, to which masked slots are added, and where rows are counted equal on all ranks.
+        out: contiguous, on 16 bytes, of the tokens' shape and dtype, sharing no memory with them: takes the result.
 
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
         to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
@@ -180,9 +184,15 @@ class ExpertParallel:
         wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
         or `check` raises. Calls that are compiled or traced refuse what they can on this rank alone.
         """
+        given = NOTHING_GIVEN
+        if out is not None:
+            refusal = complaint(_check_out, out, tokens)
+            if refusal:
+                return self._run(tokens, routing, self.experts, refusal)  # the peers have to hear of it
+            given = Given([out])
         if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
-            return self._moe_prepared(tokens, routing)
-        return self._moe(tokens, routing)
+            return self._moe_prepared(tokens, routing, given)
+        return copied(self._moe(tokens, routing), given)
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         refusal = "" if torch.compiler.is_compiling() else complaint(check_call, tokens, routing, self.experts)
@@ -195,20 +205,20 @@ class ExpertParallel:
         out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
-    def _moe_prepared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def _moe_prepared(self, tokens: torch.Tensor, routing: Routing, given: Given) -> torch.Tensor:
         """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_on_device`."""
         with self._lock:
             calls, experts = self._calls, self.experts
             if calls is None or not self._is_loaded:  # closed meanwhile; in the first call ranks wait for each other
-                return self._moe(tokens, routing)
+                return copied(self._moe(tokens, routing), given)
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
             tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), self._history
-            out = calls.replay(constants, tensors)
+            out = calls.replay(constants, tensors, given)
             if out is MISSED:
                 arguments = tokens, routing, experts, self._history
                 call = Plannable(self._launch_call, arguments, owner=self.domain or self.buffers)
-                out = calls.run(constants, tensors, partial(self._moe, tokens, routing), call)
+                out = calls.run(constants, tensors, partial(self._moe, tokens, routing), call, given)
             self.check()
             return out
 
@@ -476,6 +486,13 @@ class ExpertParallel:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
         sizes = self.num_experts, self.max_tokens, self.num_topk
         return complaint(check_tokens, tokens, routing, experts) or complaint(check_sizes, tokens, routing, *sizes)
+
+
+def _check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raise ValueError unless a call on these tokens can write its result there."""
+    expect_tensor("out", out, tokens.dtype, tokens.shape, tokens.device)
+    if not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
+        raise ValueError("out: expected a contiguous tensor at a multiple of 16 bytes, got another")
 
 
 @operator("moe_parallel", empty_out, mlp_flops)
