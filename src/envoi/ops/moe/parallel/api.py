@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from envoi.check import expect_tensor
 from envoi.estimates.exchange import gathering_pays, link_of
 from envoi.ops.moe.op import (
     as_rows,
@@ -40,6 +39,7 @@ from envoi.ops.moe.parallel.opening import (
     agree_on_kernels,
     agree_on_sizes,
     check_options,
+    check_out,
     check_sizes,
     complaint,
     device_and_timeout,
@@ -61,7 +61,6 @@ from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target
 from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain
 from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given
-from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing
 
 # The operator finds its object by name.
@@ -184,12 +183,10 @@ class ExpertParallel:
         wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
         or `check` raises. Calls that are compiled or traced refuse what they can on this rank alone.
         """
-        given = NOTHING_GIVEN
-        if out is not None:
-            refusal = complaint(_check_out, out, tokens)
-            if refusal:
-                return self._run(tokens, routing, self.experts, refusal)  # the peers have to hear of it
-            given = Given([out])
+        refusal = "" if out is None else complaint(check_out, out, tokens)
+        if refusal:
+            return self._run(tokens, routing, self.experts, refusal)  # the peers have to hear of it
+        given = NOTHING_GIVEN if out is None else Given([out])
         if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
             return self._moe_prepared(tokens, routing, given)
         return copied(self._moe(tokens, routing), given)
@@ -229,14 +226,12 @@ class ExpertParallel:
         """Launch what a call does, on this memory. Raises ValueError for arguments that `_moe` refuses."""
         refusal = complaint(check_call, tokens, routing, experts)
         rows, slots, dtype = as_rows(tokens, routing)
-        refusal = refusal or self._refusal(rows, slots, experts)
-        if refusal:
+        if refusal := refusal or self._refusal(rows, slots, experts):
             raise ValueError(refusal)
         domain = owner if isinstance(owner, Domain) else owner.domain
         domain.history = history
         slots = widened(slots.topk_weights, slots.topk_ids)
-        given = compiled_form(rows, *slots, domain.layout.num_topk)
-        out = memory.run_layer(owner, *given, experts)
+        out = memory.run_layer(owner, *compiled_form(rows, *slots, domain.layout.num_topk), experts)
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     @property
@@ -459,9 +454,8 @@ class ExpertParallel:
         return memory.Owner(self.channel, self.name, offsets, self.timeout_s, self.experts.device)
 
     def _layout(self, max_tokens: int, num_topk: int) -> SharedLayout:
-        return SharedLayout(
-            self.channel.num_ranks, self.num_experts, max_tokens, num_topk, self.experts.hidden, self.experts.format
-        )
+        sizes = self.channel.num_ranks, self.num_experts, max_tokens, num_topk
+        return SharedLayout(*sizes, self.experts.hidden, self.experts.format)
 
     def _open_room(self, presum: bool, group: dist.ProcessGroup, hosts: Hosts | None) -> None:
         """Prepare to gather tokens if sizes were given and counting would take longer, or by host. Collective."""
@@ -486,13 +480,6 @@ class ExpertParallel:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
         sizes = self.num_experts, self.max_tokens, self.num_topk
         return complaint(check_tokens, tokens, routing, experts) or complaint(check_sizes, tokens, routing, *sizes)
-
-
-def _check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Raise ValueError unless a call on these tokens can write its result there."""
-    expect_tensor("out", out, tokens.dtype, tokens.shape, tokens.device)
-    if not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
-        raise ValueError("out: expected a contiguous tensor at a multiple of 16 bytes, got another")
 
 
 @operator("moe_parallel", empty_out, mlp_flops)

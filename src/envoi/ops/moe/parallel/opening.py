@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from envoi.check import describe, expect_int
+from envoi.check import describe, expect_int, expect_tensor
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.ops.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.ops.moe.parallel.store import connect, is_on_this_host
 from envoi.ops.moe.parallel.timeout import Watch
+from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing, expect_experts
 
 OPENING = "opening the group"
@@ -43,6 +44,13 @@ def check_options(
         raise ValueError(f"presum: expected True, False or None, got {presum!r}")
     if fused is not None and fused is not False:
         raise ValueError(f"fused: expected None or False, got {fused!r}; {NO_FUSED}")
+
+
+def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raise ValueError unless a call on these tokens can write its result there."""
+    expect_tensor("out", out, tokens.dtype, tokens.shape, tokens.device)
+    if not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
+        raise ValueError("out: expected a contiguous tensor at a multiple of 16 bytes, got another")
 
 
 def check_sizes(
