@@ -1,9 +1,9 @@
-"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, on a layer of gpt-oss-20b's sizes.
+"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, and those for few FP8 tokens, on gpt-oss-20b's layer.
 
 2880/2880, 32 experts, top-4, biases; the kernels for few tokens also on 4096/1536.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,12 +15,14 @@ from envoi.ops.gemm.hopper_few.sum import sum_launch
 from envoi.ops.gemm.hopper_w4a16 import few, many
 from envoi.ops.gemm.hopper_w4a16.kernel_many import many_kernel
 from envoi.ops.gemm.hopper_w4a16.many_config import many_config
+from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
 from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch, without_memory
 from envoi.types import QuantTensor
 from tools.kernel_cases.operands import operands_of
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4
 OTHER_SIZES = 4096, 1536  # in tiles of 16 tokens weights are requested in another way
+LARGE_SIZES = 7168, 2048  # an SM has one CTA of 16 warps
 ACTIVATION, LIMIT = "swiglu_oai", 7.0
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
@@ -31,6 +33,8 @@ class Case:
 
     kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "many-l1", "many-l2", "many-sent", which is
     L2 whose rows go to other places. nvfp4: of the weights; else they are MXFP4. sizes: hidden, intermediate.
+    fp8: of the tokens, of the kernels for few of them; else they are bf16. looks_up: shifts of their weights are far
+    apart.
     """
 
     name: str
@@ -38,11 +42,13 @@ class Case:
     num_tokens: int
     nvfp4: bool = False
     sizes: tuple[int, int] = HIDDEN, INTERMEDIATE
+    fp8: bool = False
+    looks_up: bool = False
 
     @property
     def title(self) -> str:
         """Name of the kernel's case."""
-        return f"w4a16-{self.name}"
+        return f"w4a8-{self.name}" if self.fp8 else f"w4a16-{self.name}"
 
 
 CASES = (
@@ -65,6 +71,18 @@ CASES = (
     Case("nvfp4-l1-128", "many-l1", 512, True),
     Case("nvfp4-l1", "many-l1", 4096, True),
     Case("nvfp4-l2", "many-l2", 4096, True),
+    Case("permute", "permute", 16, fp8=True),
+    Case("few-l1-ids", "l1", 1, fp8=True),
+    Case("few-l2-ids", "l2", 1, fp8=True),
+    Case("few-l1", "l1", 16, fp8=True),
+    Case("few-l2", "l2", 16, fp8=True),
+    Case("few-l1-16", "l1", 64, fp8=True),
+    Case("few-l2-16", "l2", 64, fp8=True),
+    Case("few-l1-32", "l1", 128, fp8=True),
+    Case("few-l2-32", "l2", 128, fp8=True),
+    Case("few-l1-32-7168", "l1", 128, sizes=LARGE_SIZES, fp8=True),
+    Case("few-l2-32-2048", "l2", 128, sizes=LARGE_SIZES, fp8=True),
+    Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
 )
 
 
@@ -75,8 +93,11 @@ def launch_of(case: Case) -> Launch:
 
 def _few(case: Case) -> few.Launch:
     hidden, intermediate = case.sizes
+    gate_up, down = _weights(2 * intermediate, hidden), _weights(hidden, intermediate)
+    if case.fp8:
+        gate_up, down = (_for_fp8(x, case.looks_up) for x in (gate_up, down))
     layer = few.Layer(
-        _weights(2 * intermediate, hidden), _weights(hidden, intermediate),
+        gate_up, down,
         without_memory((NUM_EXPERTS, 2 * intermediate), FP32), without_memory((NUM_EXPERTS, hidden), FP32), ACTIVATION,
         LIMIT,
     )  # fmt: skip
@@ -114,7 +135,11 @@ def _weights(N: int, K: int, nvfp4: bool = False) -> QuantTensor:
     return QuantTensor(values, sf, (1, columns), scales_at_most_2=not nvfp4, order="fragments")
 
 
-ABOUT = "4-bit weights, bf16 tokens on Hopper"
+def _for_fp8(x: QuantTensor, looks_up: bool) -> QuantTensor:
+    return replace(x, scale=without_memory(x.shape[:2], FP32), scales_at_most_2=not looks_up, order=FP8_ORDER)
+
+
+ABOUT = "4-bit weights, bf16 or FP8 tokens on Hopper"
 KERNELS = tuple(
     KernelCase(case.title, f"{ABOUT}: {case.kind} for {case.num_tokens} tokens", HOPPER, partial(launch_of, case))
     for case in CASES
