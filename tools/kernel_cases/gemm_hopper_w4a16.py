@@ -1,6 +1,6 @@
-"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, and those for few FP8 tokens, on gpt-oss-20b's layer.
+"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, and for few FP8 tokens.
 
-2880/2880, 32 experts, top-4, biases; the kernels for few tokens also on 4096/1536.
+On a layer of gpt-oss-20b's sizes: 2880/2880, 32 experts, top-4, biases; the kernels for few tokens also on 4096/1536.
 """
 
 from dataclasses import dataclass, replace

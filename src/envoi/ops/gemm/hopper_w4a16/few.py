@@ -20,6 +20,7 @@ from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
 from envoi.types import QuantTensor
 
+ORDERS = "fragments", FP8_ORDER
 MAX_TOPK = 32
 MOST_ROWS = 20  # of an expert on average; above, the other kernel is faster
 REGISTERS = 128
@@ -70,7 +71,7 @@ class Buffers:
 
 def why_not(layer: Layer, num_tokens: int, num_topk: int) -> str:
     """Return why the kernels for few tokens can't run this, or aren't faster; "" if they can."""
-    if layer.gate_up.order not in ("fragments", FP8_ORDER) or layer.down.order != layer.gate_up.order:
+    if layer.gate_up.order not in ORDERS or layer.down.order != layer.gate_up.order:
         return "the weights' order"
     if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:
         return "too many experts"

@@ -7,11 +7,13 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from envoi.epilogues.device import divide, e4m3, group_amax
+from envoi.epilogues.device import divide, group_amax
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
 SLAB = gl.constexpr(16)  # steps of K that one copy brings
+ROWS = gl.constexpr(8)  # of tokens that are quantised together
+HELD = gl.constexpr(128)  # numbers of bf16 that a thread requests at once
 E4M3_MAX = gl.constexpr(448.0)
 
 
@@ -128,50 +130,46 @@ class Fp8Tokens:
     def fetch(self, tile):
         """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
-        few: gl.constexpr = gl.num_warps() // 2  # rows of which a thread has 16 numbers a slab
+        few: gl.constexpr = gl.num_warps() // 2
         if cfg.is_l1:
             copy_slabs(self.values, self.slabs, tile, cfg, 64)
             async_copy.wait_group(0)
-        elif few < cfg.tile_tokens:
-            if tile.token_end - tile.token <= few:
-                self.quantise(tile, few)
-            else:
-                self.quantise(tile, cfg.tile_tokens)
         else:
-            self.quantise(tile, cfg.tile_tokens)
+            if few < ROWS and tile.token_end - tile.token <= few:
+                self.quantise(tile, 0, few)
+            else:
+                self.quantise(tile, 0, ROWS)
+            tile_tokens: gl.constexpr = cfg.tile_tokens
+            for first in gl.static_range(ROWS, tile_tokens, ROWS):
+                if tile.token + first < tile.token_end:
+                    self.quantise(tile, first, ROWS)
         fence_async_shared()
         role_barrier()
 
     @gluon.jit
-    def quantise(self, tile, ROWS: gl.constexpr):
-        """Load the first ROWS tokens of a tile, quantise and store them; other columns get copies of theirs."""
+    def quantise(self, tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+        """Load COUNT tokens of a tile, quantise them, and store them as ROWS columns from FIRST on, some repeated."""
         cfg: gl.constexpr = self.cfg
-        warps: gl.constexpr = gl.num_warps()
-        by_rows: gl.constexpr = 4 if ROWS >= 4 else ROWS
-        over_k: gl.constexpr = warps if ROWS < 8 else warps // 2
-        lay: gl.constexpr = gl.BlockedLayout(
-            [1, 1, 16], [8 // by_rows, by_rows, 4], [over_k, warps // over_k, 1], [2, 1, 0]
-        )
-        columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, lay))
+        lay: gl.constexpr = quantising_layout(COUNT, gl.num_warps())
         k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
-        c = gl.arange(0, ROWS, columns)[None, :, None]
+        row = tile.token + FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
         j = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
-        inside = tile.token + c < tile.token_end
-        bits = gl.load(self.largest + tile.token + c, mask=inside, other=0, cache_modifier=".cg")
+        inside = row < tile.token_end
+        bits = gl.load(self.largest + row, mask=inside, other=0, cache_modifier=".cg")
+        place = row * (cfg.num_steps * 64) + (k * 64 + j)  # rows are few: no more than 32 bits
+        num_slabs: gl.constexpr = cfg.num_slabs
         amax = group_amax(bits.to(gl.float32, bitcast=True))
         factors = divide(gl.full(amax.shape, E4M3_MAX, gl.float32, amax.type.layout), amax)
-        place = (tile.token + c) * (cfg.num_steps * 64) + (k * 64 + j)  # rows are few: no more than 32 bits
-        num_slabs: gl.constexpr = cfg.num_slabs
+        ahead: gl.constexpr = HELD * 32 * gl.num_warps() // (SLAB * 64 * COUNT)  # slabs
         held = ()
-        for i in gl.static_range(num_slabs):
-            mask = inside & (k + i * SLAB < cfg.num_steps) & (j >= 0)
-            at = self.values + (place + i * (SLAB * 64))
-            held += (gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"),)
-        for i in gl.static_range(num_slabs):
-            x = e4m3(held[i].to(gl.float32) * factors)
-            if cfg.tile_tokens > ROWS:
-                x = copies(x, cfg.tile_tokens)
-            self.slabs.index(i).store(x)
+        for i in gl.static_range(num_slabs + ahead):
+            if i >= ahead:
+                x = (held[i - ahead].to(gl.float32) * factors).to(gl.float8e4nv)  # saturates
+                self.slabs.index(i - ahead).slice(FIRST, ROWS, 1).store(copies(x))
+            if i < num_slabs:
+                mask = inside & (k + i * SLAB < cfg.num_steps) & (j >= 0)
+                at = self.values + (place + i * (SLAB * 64))
+                held += (gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"),)
 
     @gluon.jit
     def part(self, step, BLOCK: gl.constexpr):
@@ -182,9 +180,21 @@ class Fp8Tokens:
         return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
 
 
+@gluon.constexpr_function
+def quantising_layout(rows, warps):
+    """Return the layout of a slab's part [SLAB, rows, 64] of bf16, rows a power of two: 16 neighbours a thread.
+
+    A row's steps are neighbours, so that requests are of 256 bytes or more.
+    """
+    over_rows = min(rows, 4)
+    warps_over_rows = min(rows // over_rows, warps // 2)
+    over_warps = [warps // warps_over_rows, warps_over_rows, 1]
+    return gl.BlockedLayout([1, 1, 16], [8 // over_rows, over_rows, 4], over_warps, [2, 1, 0])
+
+
 @gluon.jit
-def copies(x, ROWS: gl.constexpr):
+def copies(x):
     """Repeat the rows of x [SLAB, rows, 64] until there are ROWS: no number is moved."""
     if x.shape[1] < ROWS:
-        x = copies(gl.join(x, x).permute([0, 3, 1, 2]).reshape([x.shape[0], 2 * x.shape[1], x.shape[2]]), ROWS)
+        x = copies(gl.join(x, x).permute([0, 3, 1, 2]).reshape([x.shape[0], 2 * x.shape[1], x.shape[2]]))
     return x
