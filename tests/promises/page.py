@@ -24,8 +24,9 @@ RANKS = "number of ranks"
 WITH_OPTION = {
     "gemm": "bf16, fp16, fp8_row and fp8_block128, whose sum over K is split where tiles are few, and nvfp4",
     "grouped_gemm": "epilogues that add up rows, except beside MX weights, and nvfp4",
-    "moe": "mxfp4 on Hopper, whose kernels for few tokens add up in another order (those of bf16 and FP8 don't), "
-    "and nvfp4 where 64 doesn't divide H and I or a scale factor is negative or NaN, which Triton's kernels compute",
+    "moe": "mxfp4 and mxfp4_fp8 on Hopper, whose kernels for few tokens add up in another order (those of bf16 and FP8 "
+    "weights don't), and nvfp4 where 64 doesn't divide H and I or a scale factor is negative or NaN, which Triton's "
+    "kernels compute",
 }
 EPILOGUE = "epilogue"  # cases of gemm and grouped_gemm
 FUZZED = {

@@ -158,8 +158,10 @@ def few_configs(
 
 
 def _with_fp8(config: FewConfig, tile_tokens: int, looks_up: bool) -> FewConfig:
-    """Return the config for FP8 tokens, with so many warps that an SM has 16, if the shared memory allows that."""
+    """Return the config for FP8 tokens: as many of a tile as fit, up to tile_tokens, and 16 warps on an SM if it can."""
     config = replace(config, fp8=True, looks_up=looks_up, tile_tokens=tile_tokens)
+    while config.shared_bytes > SHARED_BYTES and config.tile_tokens > 8:
+        config = replace(config, tile_tokens=config.tile_tokens // 2)
     warps = (replace(config, num_warps=num_warps) for num_warps in (4, 8, 16) if num_warps >= config.num_warps)
     return next((fits for fits in warps if fits.ctas_per_sm * fits.num_warps == 16), config)
 
