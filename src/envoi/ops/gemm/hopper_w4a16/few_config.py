@@ -158,7 +158,7 @@ def few_configs(
 
 
 def _with_fp8(config: FewConfig, tile_tokens: int, looks_up: bool) -> FewConfig:
-    """Return the config for FP8 tokens: as many of a tile as fit, up to tile_tokens, and 16 warps on an SM if it can."""
+    """Return the config for FP8 tokens: up to tile_tokens in a tile, 16 warps on an SM, as far as both fit."""
     config = replace(config, fp8=True, looks_up=looks_up, tile_tokens=tile_tokens)
     while config.shared_bytes > SHARED_BYTES and config.tile_tokens > 8:
         config = replace(config, tile_tokens=config.tile_tokens // 2)
