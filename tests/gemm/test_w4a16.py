@@ -9,6 +9,7 @@ import torch
 from envoi.ops.gemm.hopper_w4a16 import few, fragments, many_config
 from envoi.ops.gemm.hopper_w4a16.few_config import few_configs, unroll_of
 from envoi.quant.bits import e2m1_decode
+from envoi.quant.fp8_fragments import to_fp8_fragments
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE
 from envoi.runtime.devices import SHARED_BYTES
@@ -102,6 +103,22 @@ def test_configs_fit(hidden, intermediate, slots):
     assert l2.num_steps * 64 == intermediate
 
 
+@pytest.mark.parametrize(("hidden", "intermediate"), [*SIZES, (7168, 4096), (192, 7168)])
+@pytest.mark.parametrize("slots", [1, 64, 200, 640])
+def test_configs_of_fp8_tokens_fit(hidden, intermediate, slots):
+    l1, l2 = few_configs(hidden, intermediate, 32, slots, "swiglu", None, True, True, slots == 64)
+    assert (l1.shared_bytes, l1.tile_tokens, l1.num_warps) == (l2.shared_bytes, l2.tile_tokens, l2.num_warps)
+    for config, K in ((l1, hidden), (l2, intermediate)):
+        assert config.num_groups * config.unroll * 64 >= K
+        assert config.zero_tail == (K // 64 % config.unroll > 0)
+        assert config.looks_up == (slots == 64)
+        assert config.quantises != config.is_l1
+        assert config.shared_bytes <= SHARED_BYTES
+        assert 1 <= config.ctas_per_sm <= 16 // config.num_warps
+    wanted = {1: 8, 64: 8, 200: 16, 640: 32}[slots]
+    assert l1.tile_tokens == (min(wanted, 16) if hidden == 12288 else wanted)
+
+
 def test_gpt_oss_reads_whole_groups():
     assert [unroll_of(k // 64) for k in (2880, 4096, 768, 1536, 1408)] == [5, 4, 4, 4, 5]
 
@@ -115,11 +132,11 @@ def test_tiles_for_few_and_for_many_rows():
         assert config.padded_steps == 45
 
 
-def layer(experts=8, hidden=256, intermediate=128) -> few.Layer:
+def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> few.Layer:
     def meta(rows: int, columns: int) -> QuantTensor:
         values = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
         sf = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        return to_fragments(QuantTensor(values, sf, (1, 32), scales_at_most_2=True))
+        return put(QuantTensor(values, sf, (1, 32), scales_at_most_2=True))
 
     return few.Layer(meta(2 * intermediate, hidden), meta(hidden, intermediate), None, None, "swiglu", None)
 
@@ -133,3 +150,13 @@ def test_what_the_kernels_for_few_tokens_take():
     assert few.why_not(layer(1, hidden=14336, intermediate=64), 1, 1) == "tokens too wide for shared memory"
     by_rows = replace(layer(), down=replace(layer().down, order="rows"))
     assert few.why_not(by_rows, 1, 1) == "the weights' order"
+
+
+def test_what_the_kernels_for_few_fp8_tokens_take():
+    fp8 = layer(put=to_fp8_fragments)
+    assert few.why_not(fp8, 16, 4) == ""
+    assert few.why_not(fp8, 8 * few.MOST_ROWS + 1, 1) == "too many tokens"
+    assert few.why_not(replace(layer(), down=fp8.down), 1, 1) == "the weights' order"
+    # Half the bytes of tokens split into two.
+    assert few.why_not(layer(1, hidden=14336, intermediate=64, put=to_fp8_fragments), 1, 1) == ""
+    assert few.why_not(layer(1, hidden=32768, intermediate=64, put=to_fp8_fragments), 1, 1) != ""

@@ -79,13 +79,14 @@ def test_flops_count_the_matrices_that_there_are(activation, matrices, format):
     assert got == matrices * 2 * 5 * 3 * 256 * 128
 
 
-def test_kernels_for_few_tokens_have_two_activations(monkeypatch):
+@pytest.mark.parametrize(("format", "order"), [("mxfp4", "fragments"), ("mxfp4_fp8", "fp8_fragments")])
+def test_kernels_for_few_tokens_have_two_activations(monkeypatch, format, order):
     monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     for activation in ("swiglu", "swiglu_oai"):
-        assert few_layer(make(activation=activation).pack("mxfp4")) is not None
+        assert few_layer(make(activation=activation).pack(format)) is not None
     for activation in ("geglu", "geglu_tanh", "silu", "relu2"):
-        packed = make(activation=activation).pack("mxfp4")
-        assert packed.order == "fragments"
+        packed = make(activation=activation).pack(format)
+        assert packed.order == order
         assert few_layer(packed) is None
 
 

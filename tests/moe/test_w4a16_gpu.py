@@ -164,7 +164,7 @@ def launched() -> dict[str, str]:
 
     other, experts = layer(*cases.OTHER_SIZES), layer(2880, 2880)
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
-        for tokens in sorted({case.num_tokens for case in cases.CASES}):
+        for tokens in sorted({case.num_tokens for case in cases.CASES if not case.fp8}):
             x = torch.randn(tokens, 2880, generator=source, device="cuda").bfloat16()
             ids = torch.rand(tokens, 32, generator=source, device="cuda").topk(4).indices.int()
             routed = torch.rand(tokens, 4, generator=source, device="cuda")
@@ -181,6 +181,8 @@ def launched() -> dict[str, str]:
     return seen
 
 
-@pytest.mark.parametrize("case", [case for case in cases.CASES if not case.nvfp4], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in cases.CASES if not (case.nvfp4 or case.fp8)], ids=lambda case: case.name
+)
 def test_what_runs_is_what_was_counted(case):
     assert_same_code(case.title, cases.launch_of(case), launched())

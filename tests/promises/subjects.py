@@ -123,7 +123,7 @@ def needs(kind: str) -> str:
     """Return for which calls of an operator and format, "gemm bf16", batch_invariant=True is needed: "" for none."""
     operator, form = kind.split()
     if operator == "moe":
-        return {"mxfp4": "all", "nvfp4": "some sizes"}.get(form, "")
+        return {"mxfp4": "all", "mxfp4_fp8": "all", "nvfp4": "some sizes"}.get(form, "")
     if operator not in ("gemm", "grouped_gemm"):
         return ""
     endings = [ending for ending in _ENDINGS if _needs(form, ending, operator == "grouped_gemm")]
@@ -208,7 +208,7 @@ def _moe(device: torch.device, sizes: Sizes, batch_invariant: bool | None, forma
     layer.gate_up, layer.down = layer.gate_up.to(device), layer.down.to(device)
     experts = layer.pack(format)
     weights, ids = layer.routing.topk_weights.to(device), layer.routing.topk_ids.to(device)
-    tokens, needed = layer.tokens.to(device), format == "mxfp4"
+    tokens, needed = layer.tokens.to(device), format in ("mxfp4", "mxfp4_fp8")
     wanted = needed if batch_invariant is None else batch_invariant
 
     def run(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:

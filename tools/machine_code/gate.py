@@ -84,6 +84,8 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
         {"tensor core": BLACKWELL_CORE, **LOADS, "TMA store": "UTMASTG", "tensor memory load": "LDTM"},
     ),
     ("w4a16-few-", {"tensor core": "QGMMA"}),
+    ("w4a8-few-", {"tensor core": "QGMMA"}),
+    ("w4a8-permute", {}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),

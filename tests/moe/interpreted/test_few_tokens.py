@@ -1,4 +1,4 @@
-"""The kernels around the GEMMs for few tokens and 4-bit weights: sorting, splitting into two E4M3, summing."""
+"""The kernels around the GEMMs for few tokens and 4-bit weights: sorting, splitting or quantising, summing."""
 
 import pytest
 import torch
@@ -6,25 +6,27 @@ import torch
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
 from envoi.ops.moe.reference import permute, sort_slots
+from envoi.quant import quantize
+from envoi.quant.fp8_fragments import ORDER
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 
 HIDDEN = 192
 
 
-def layer(experts: int) -> few.Layer:
+def layer(experts: int, order: str = "fragments") -> few.Layer:
     def empty(rows: int, columns: int) -> QuantTensor:
         values = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
         sf = torch.empty(experts, rows, columns // 32, dtype=torch.float8_e8m0fnu)
-        return QuantTensor(values, sf, (1, 32), scales_at_most_2=True, order="fragments")
+        return QuantTensor(values, sf, (1, 32), scales_at_most_2=True, order=order)
 
     return few.Layer(empty(128, HIDDEN), empty(HIDDEN, 64), None, None, "swiglu", None)
 
 
-def permuted(tokens, weights, ids, experts) -> few.Buffers:
-    given = layer(experts)
+def permuted(tokens, weights, ids, experts, order="fragments") -> few.Buffers:
+    given = layer(experts, order)
     buffers = few.empty_buffers(tokens, ids, given)
-    for name in ("routed", "routed_factors", "row_weights"):
+    for name in ("routed", "routed_factors", "row_weights", "hidden_factors"):
         getattr(buffers, name).view(torch.uint8).fill_(255)
     kernel, grid, arguments, options = few.permute_launch(tokens, weights, ids, given, buffers)
     kernel[grid](*arguments, **options)
@@ -58,6 +60,30 @@ def test_rows_are_tokens_by_expert(tokens, experts, k):
     assert float(error.max() if used else 0) <= 2.0**-17
     assert bool((got.routed[used:] == 255).all())
     assert bool(got.routed_factors[used:].isnan().all())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3), (3, 2, 32)])
+def test_fp8_rows_are_quantised_tokens_by_expert(tokens, experts, k):
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=source).bfloat16() * torch.logspace(-9, 9, tokens)[:, None].bfloat16()
+    x[-1, 3] = 0.0
+    x[0] = 0.0 if tokens > 1 else x[0]
+    x[tokens // 2, 5] = torch.inf if tokens == 3 else torch.nan if tokens == 7 else 1.0
+    ids = torch.randint(-2, experts + 2, (tokens, k), generator=source, dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=source)
+    want = permute(x, weights, torch.where((ids < 0) | (ids >= experts), -1, ids), experts)
+    got = permuted(x, weights, ids, experts, ORDER)
+    assert_same_bits(got.offsets, want.offsets)
+    used = len(want.topk_weights)
+    assert_same_bits(got.row_weights[:used], want.topk_weights)
+    rows = quantize(want.rows, "fp8_row")
+    assert got.routed.shape == (tokens * k, HIDDEN)
+    assert_same_bits(got.routed[:used], rows.values.view(torch.uint8))
+    assert_same_bits(got.routed_factors[:used], rows.sf.flatten())
+    assert bool((got.routed[used:] == 255).all())
+    # The first GEMM counts the largest magnitudes of its rows up from 0; other rows aren't touched.
+    assert bool((got.hidden_factors[:used] == 0).all())
+    assert bool((got.hidden_factors[used:] == -1).all())
 
 
 def test_what_is_not_far_below_the_largest_is_exact():

@@ -44,8 +44,9 @@ def moe(
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
     batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4
-        needs it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64 doesn't divide H
-        and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile for it.
+        and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
+        doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile
+        for it.
     out, workspace, num_sms: as in `envoi.gemm`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it

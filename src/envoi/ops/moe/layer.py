@@ -51,7 +51,7 @@ def run_layer(
 
 def few_layer(experts: ExpertWeights) -> few.Layer | None:
     """Return the experts as the kernels for few tokens take them, None if they don't: they read MXFP4 alone."""
-    if experts.order != "fragments" or not isinstance(experts.gate_up, QuantTensor):
+    if experts.order not in few.ORDERS or not isinstance(experts.gate_up, QuantTensor):
         return None
     if experts.gate_up.sf.dtype != torch.float8_e8m0fnu or experts.activation not in FEW_ACTIVATIONS:
         return None

@@ -1,17 +1,26 @@
-"""Launches of an MoE layer for few tokens on Hopper: permute and split -> L1 -> L2 -> sum; the four overlap."""
+"""Launches of an MoE layer for few tokens on Hopper, MXFP4 weights: permute -> L1 -> L2 -> sum; the four overlap.
+
+The order of the weights says what tokens are. "fragments": bf16, split into two E4M3. `fp8_fragments.ORDER`: FP8 with a
+scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal exact weights, rows of L1 in bf16 that are
+quantised bit for bit as `envoi.quant.quantize` does. But sums along K are cut where the work is shared out, which
+depends on the routing, so that bits may differ from those of the kernel for many tokens.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from envoi.ops.gemm.hopper_w4a8.host import tables_on
 from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, FewConfig, few_configs
+from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
 from envoi.runtime import devices, workspace
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
 from envoi.types import QuantTensor
 
+ORDERS = "fragments", FP8_ORDER
 MAX_TOPK = 32
 MOST_ROWS = 20  # of an expert on average; above, the other kernel is faster
 REGISTERS = 128
@@ -22,7 +31,7 @@ Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Layer:
-    """Experts of one rank: gate_up [E, 2I, H], interleaved, and down [E, H, I] in fragment order, biases float32."""
+    """Experts of one rank: gate_up [E, 2I, H], interleaved, and down [E, H, I] in an order, biases float32."""
 
     gate_up: QuantTensor
     down: QuantTensor
@@ -36,10 +45,18 @@ class Layer:
         """E."""
         return self.gate_up.shape[0]
 
+    @property
+    def fp8(self) -> bool:
+        """Return True if tokens are FP8."""
+        return self.gate_up.order == FP8_ORDER
+
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of one call: P = num_tokens * num_topk rows. routed, hidden: tokens as `few_kernel` reads them."""
+    """Buffers of one call: P = num_tokens * num_topk rows. routed, hidden: tokens as `few_kernel` reads them.
+
+    With FP8 tokens routed is uint8 [P, H], hidden bf16 [P, I], and hidden_factors int32 [P].
+    """
 
     offsets: torch.Tensor  # int32 [E + 1]
     slot_to_pos: torch.Tensor  # int32 [num_tokens, num_topk]
@@ -54,7 +71,7 @@ class Buffers:
 
 def why_not(layer: Layer, num_tokens: int, num_topk: int) -> str:
     """Return why the kernels for few tokens can't run this, or aren't faster; "" if they can."""
-    if layer.gate_up.order != "fragments" or layer.down.order != "fragments":
+    if layer.gate_up.order not in ORDERS or layer.down.order != layer.gate_up.order:
         return "the weights' order"
     if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:
         return "too many experts"
@@ -90,7 +107,7 @@ def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
     """Return the configs of L1 and of L2."""
     return few_configs(
         layer.gate_up.shape[-1], layer.down.shape[-1], layer.num_experts, num_slots, layer.activation, layer.limit,
-        layer.gate_up_bias is not None,
+        layer.gate_up_bias is not None, layer.fp8, not (layer.gate_up.scales_at_most_2 and layer.down.scales_at_most_2),
     )  # fmt: skip
 
 
@@ -101,25 +118,30 @@ def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) ->
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=tokens.device)
 
+    if layer.fp8:
+        routed, hidden = empty(P, H, dtype=torch.uint8), empty(P, intermediate, dtype=torch.bfloat16)
+        hidden_factors = empty(P, dtype=torch.int32)
+    else:
+        routed, hidden = empty(P, 2 * H, dtype=torch.uint8), empty(P, 2 * intermediate, dtype=torch.uint8)
+        hidden_factors = empty(P, intermediate // 32)
     return Buffers(
-        empty(layer.num_experts + 1, dtype=torch.int32), empty(*topk_ids.shape, dtype=torch.int32), empty(P),
-        empty(P, 2 * H, dtype=torch.uint8), empty(P), empty(P, 2 * intermediate, dtype=torch.uint8),
-        empty(P, intermediate // 32), empty(P, H, dtype=torch.bfloat16), empty(M, H, dtype=torch.bfloat16),
+        empty(layer.num_experts + 1, dtype=torch.int32), empty(*topk_ids.shape, dtype=torch.int32), empty(P), routed,
+        empty(P), hidden, hidden_factors, empty(P, H, dtype=torch.bfloat16), empty(M, H, dtype=torch.bfloat16),
     )  # fmt: skip
 
 
 def permute_launch(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer, buffers: Buffers
 ) -> Launch:
-    """Build the launch that sorts slots by expert and splits their tokens into two E4M3."""
+    """Build the launch that sorts slots by expert, and splits their tokens into two E4M3 or quantises them."""
     from envoi.ops.gemm.hopper_w4a16.tokens import permute_kernel
 
     (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, devices.on_gpu(tokens.device)
     block = min(COUNTED, max(16, next_power_of_2(topk_ids.numel())))
     return permute_kernel, (M + -(-(E + 1) // EXPERTS),), (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
-        buffers.routed_factors, buffers.row_weights, M, E, H, k, next_power_of_2(k), block, next_power_of_2(H), EXPERTS,
-        on_gpu, on_gpu,
+        buffers.routed_factors, buffers.row_weights, buffers.hidden_factors if layer.fp8 else None, M, E, H, k,
+        next_power_of_2(k), block, next_power_of_2(H), EXPERTS, on_gpu, on_gpu,
     ), {"num_warps": 8}  # fmt: skip
 
 
@@ -140,8 +162,10 @@ def gemm_launch(
         weights, bias = layer.down, layer.down_bias
         sides = buffers.hidden, buffers.hidden_factors, buffers.rows, buffers.hidden_factors
     values, factors, out, out_factors = sides
+    values = values if config.quantises else values.view(torch.float8_e4m3fn)
+    tables = tables_on(device) if config.looks_up else None
     return few_kernel, (num_ctas,), (
-        values.view(torch.float8_e4m3fn), factors, weights.values.view(torch.int32), as_words(weights.sf),
+        values, factors, weights.values.view(torch.int32), as_words(weights.sf), weights.scale, tables,
         buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
         sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
     ), {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}  # fmt: skip

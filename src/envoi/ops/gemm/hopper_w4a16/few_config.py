@@ -9,6 +9,7 @@ from envoi.runtime.math import next_power_of_2
 MAX_EXPERTS = 512  # the ends of their tiles are in every warp's registers
 UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that divides K / 64, else the first
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
+WIDER_FROM = 10  # from which tiles of FP8 tokens have 32
 MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
 MANY_STEPS = 96  # of K; above, the tokens of tiles of 16 wouldn't fit the shared memory
 LATE = 2  # steps of five, in tiles of 16
@@ -20,7 +21,7 @@ RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go 
 class FewConfig(Constant):
     """Constants of the kernel for few tokens.
 
-    tile_tokens: 8 or 16 tokens of a tile. num_warps: 4 or 8, each with 16 features.
+    tile_tokens: 8 or 16 tokens of a tile, 32 of `fp8`. num_warps: 4 or 8, or 16 of `fp8`, each with 16 features.
     num_steps: K / 64. room_steps: that of the GEMM with the larger K. Both take as much shared memory: while CTAs of
         the first end and those of the second begin, none finds a gap that is too small for it.
     unroll: steps of K whose weights are requested together, the unit in which work is shared out.
@@ -30,6 +31,8 @@ class FewConfig(Constant):
         requested a group earlier.
     prefetches: ask for weights of the group after the next one to be brought into the L2 cache.
     overlaps: programmatic dependent launch.
+    fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
+        else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
     """
 
     tile_tokens: int
@@ -46,6 +49,23 @@ class FewConfig(Constant):
     late: int = 0
     prefetches: bool = False
     overlaps: bool = True
+    fp8: bool = False
+    looks_up: bool = False
+
+    @property
+    def quantises(self) -> bool:
+        """Return True if tokens are bf16 that the kernel quantises itself."""
+        return self.fp8 and not self.is_l1
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of a token in shared memory, a step."""
+        return 64 if self.fp8 else 128
+
+    @property
+    def zero_tail(self) -> bool:
+        """Return True if weights after the last step of K are to be 0, not anything."""
+        return self.fp8 and self.num_steps % self.unroll > 0
 
     @property
     def reads_ids(self) -> bool:
@@ -90,6 +110,8 @@ class FewConfig(Constant):
     @property
     def factor_steps(self) -> int:
         """Steps whose tokens take at least as many bytes as the factors, of 4 bytes each."""
+        if self.fp8:
+            return 0
         from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
 
         steps = -(-self.num_k_groups // 32)
@@ -98,7 +120,7 @@ class FewConfig(Constant):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return (self.room_slabs * 16 + self.factor_steps) * self.tile_tokens * 128 + RESERVED
+        return (self.room_slabs * 16 + self.factor_steps) * self.tile_tokens * self.token_bytes + RESERVED
 
     @property
     def ctas_per_sm(self) -> int:
@@ -119,15 +141,29 @@ def few_configs(
     activation: str,
     limit: float | None,
     has_bias: bool,
+    fp8: bool = False,
+    looks_up: bool = False,
 ) -> tuple[FewConfig, FewConfig]:
     """Return the configs of both GEMMs for so many slots of all tokens."""
     l1, l2, room = hidden // 64, intermediate // 64, max(hidden, intermediate) // 64
-    wide = num_slots > WIDE_FROM * num_experts and room <= MANY_STEPS
+    wide = num_slots > WIDE_FROM * num_experts and (fp8 or room <= MANY_STEPS)
     tile, experts = (16, 8) if wide else (8, 4), max(32, next_power_of_2(num_experts))
     slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
     first = FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots)
     second = FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts)
+    if fp8:
+        tokens = 32 if num_slots > WIDER_FROM * num_experts else tile[0]
+        first, second = (_with_fp8(config, tokens, looks_up) for config in (first, second))
     return _requesting(first, wide, slots > 0), _requesting(second, wide, slots > 0)
+
+
+def _with_fp8(config: FewConfig, tile_tokens: int, looks_up: bool) -> FewConfig:
+    """Return the config for FP8 tokens: up to tile_tokens in a tile, 16 warps on an SM, as far as both fit."""
+    config = replace(config, fp8=True, looks_up=looks_up, tile_tokens=tile_tokens)
+    while config.shared_bytes > SHARED_BYTES and config.tile_tokens > 8:
+        config = replace(config, tile_tokens=config.tile_tokens // 2)
+    warps = (replace(config, num_warps=num_warps) for num_warps in (4, 8, 16) if num_warps >= config.num_warps)
+    return next((fits for fits in warps if fits.ctas_per_sm * fits.num_warps == 16), config)
 
 
 def _requesting(config: FewConfig, wide: bool, is_short: bool) -> FewConfig:

@@ -3,22 +3,27 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.epilogues.device import bf16, maximum, minimum, sigmoid, silu
+from envoi.epilogues.device import bf16, divide, group_amax, maximum, minimum, sigmoid, silu
 from envoi.runtime.aggregate import Scalar, aggregate
 
 GROUP = gl.constexpr(32)  # features that share a power of two
+E4M3_MAX = gl.constexpr(448.0)
 
 
 @aggregate
 class Outputs:
     """Pointers that the epilogues read and write.
 
+    scale: float32 pointer [num_experts, 64 * num_row_tiles], of weights for FP8 tokens, else None.
     bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
     out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
     32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
-    token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by.
+    With FP8 tokens out is bf16 of both, and out_factors int32 [rows], the bits of a row's largest magnitude.
+    token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by; of the second GEMM
+    of FP8 tokens int32, the bits of the largest magnitude.
     """
 
+    scale: Scalar
     bias: gl.tensor
     row_weights: gl.tensor
     out: gl.tensor
@@ -32,17 +37,21 @@ class Outputs:
 def of_columns(pointer, tile, COUNT: gl.constexpr, layout: gl.constexpr):
     """Return a value of each row of tokens of a tile, 0 where there is none."""
     token = tile.token + gl.arange(0, COUNT, layout)
-    return gl.load(pointer + token, mask=token < tile.token_end, other=0.0)
+    return gl.load(pointer + token, mask=token < tile.token_end, other=0)
+
+
+@gluon.jit
+def of_rows(pointer, acc, tile, outputs):
+    """Return the expert's value of each feature of acc [features, tokens], features in order, 0 where there is none."""
+    width = outputs.num_row_tiles * 64
+    feature = tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    return gl.load(pointer + tile.expert.to(gl.int64) * width + feature, mask=feature < width, other=0.0)
 
 
 @gluon.jit
 def with_bias(acc, tile, outputs, weights):
     """Return acc [features, tokens], features in order, plus the expert's bias times `weights` [tokens]."""
-    layout: gl.constexpr = acc.type.layout
-    width = outputs.num_row_tiles * 64
-    feature = tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    bias = gl.load(outputs.bias + tile.expert.to(gl.int64) * width + feature, mask=feature < width, other=0.0)
-    return acc + bias[:, None] * weights[None, :]
+    return acc + of_rows(outputs.bias, acc, tile, outputs)[:, None] * weights[None, :]
 
 
 @gluon.jit
@@ -90,17 +99,49 @@ def split_scaled(x, largest):
 
 @gluon.jit
 def finish_l1(acc, tile, outputs):
-    """Activate, multiply by the routing weight, round to bf16, and store as the second GEMM's tokens."""
+    """Activate, multiply by the routing weight, round to bf16, and store for the second GEMM."""
     cfg: gl.constexpr = outputs.cfg
     T: gl.constexpr = cfg.tile_tokens
-    num_groups: gl.constexpr = cfg.num_row_tiles
     acc = in_order(acc)
     columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     acc = acc * of_columns(outputs.token_factors, tile, T, columns)[None, :]
+    if cfg.fp8:
+        acc = acc * of_rows(outputs.scale, acc, tile, outputs)[:, None]
     if cfg.has_bias:
         acc = with_bias(acc, tile, outputs, gl.full((T,), 1.0, gl.float32, columns))
     gate, up = gate_and_up(acc)
-    h = activate(gate, up, cfg).reshape([num_groups, GROUP, T])
+    if cfg.fp8:
+        store_hidden(activate(gate, up, cfg), tile, outputs)
+    else:
+        store_split(activate(gate, up, cfg), tile, outputs)
+
+
+@gluon.jit
+def store_hidden(h, tile, outputs):
+    """Store activations [features, tokens] times the routing weight in bf16, and their rows' largest magnitudes."""
+    cfg: gl.constexpr = outputs.cfg
+    T: gl.constexpr = cfg.tile_tokens
+    columns: gl.constexpr = gl.SliceLayout(0, h.type.layout)
+    weights = of_columns(outputs.row_weights, tile, T, columns)
+    h = bf16(h * weights[None, :])
+    width = outputs.num_row_tiles * 32
+    token = tile.token + gl.arange(0, T, columns)
+    feature = tile.row_tile * 32 + gl.arange(0, h.shape[0], gl.SliceLayout(1, h.type.layout))
+    inside = (token < tile.token_end)[None, :] & (feature < width)[:, None]
+    gl.store(outputs.out + token.to(gl.int64)[None, :] * width + feature[:, None], h, mask=inside)
+    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+    bits = h.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = gl.max(gl.where((feature < width)[:, None], bits, 0), axis=0)
+    gl.atomic_max(outputs.out_factors + token, largest, mask=token < tile.token_end, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def store_split(h, tile, outputs):
+    """Store activations [features, tokens] times the routing weight, rounded to bf16, as two E4M3 and their factors."""
+    cfg: gl.constexpr = outputs.cfg
+    T: gl.constexpr = cfg.tile_tokens
+    num_groups: gl.constexpr = cfg.num_row_tiles
+    h = h.reshape([num_groups, GROUP, T])
     layout: gl.constexpr = h.type.layout
     columns3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
     weights = of_columns(outputs.row_weights, tile, T, columns3)
@@ -129,6 +170,9 @@ def finish_l2(acc, tile, outputs):
     acc = in_order(acc)
     layout: gl.constexpr = acc.type.layout
     columns: gl.constexpr = gl.SliceLayout(0, layout)
+    if cfg.fp8:
+        amax = group_amax(of_columns(outputs.token_factors, tile, T, columns).to(gl.float32, bitcast=True))
+        acc = acc * divide(amax, E4M3_MAX)[None, :] * of_rows(outputs.scale, acc, tile, outputs)[:, None]
     if cfg.has_bias:
         acc = with_bias(acc, tile, outputs, of_columns(outputs.row_weights, tile, T, columns))
     width = outputs.num_row_tiles * 64

@@ -30,98 +30,16 @@ or, for few slots, finds from the ids where weights are.
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from envoi.epilogues.device import plus
+from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
-from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
+from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
-from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
-
-SLAB = gl.constexpr(16)  # steps of K that one copy brings
-
-
-@aggregate
-class Tokens:
-    """Tokens of the GEMM in global memory, sorted by expert, and those of a tile in shared memory.
-
-    values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
-    [rows, groups_per_step * num_steps] for the second.
-    """
-
-    values: gl.tensor
-    factors: gl.tensor
-    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 128]
-    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second GEMM
-    cfg: gl.constexpr
-
-    @staticmethod
-    @gluon.jit
-    def create(values, factors, cfg: gl.constexpr):
-        """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
-        T: gl.constexpr = cfg.tile_tokens
-        num_slabs: gl.constexpr = cfg.room_slabs
-        num_steps: gl.constexpr = num_slabs * SLAB + cfg.factor_steps
-        by_step: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        by_slab: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        num_groups: gl.constexpr = cfg.num_k_groups
-        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_steps, T, 128], by_step)
-        slabs = reinterpret(steps, gl.float8e4nv, [num_slabs, SLAB, T, 128], by_slab)
-        views = reinterpret(steps, gl.float32, [num_steps * 32 // num_groups, num_groups, T], matrix)
-        group_factors = reinterpret(views.index(num_slabs * SLAB * 32 // num_groups), gl.float32, [num_groups, T], rows)
-        return Tokens(values, factors, slabs, group_factors, cfg)
-
-    @gluon.jit
-    def fetch(self, tile):
-        """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
-        cfg: gl.constexpr = self.cfg
-        warps: gl.constexpr = gl.num_warps()
-        lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [warps // 2, 2, 1], [2, 1, 0])
-        k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
-        c = gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
-        j = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
-        place = (tile.token + c) * (cfg.num_steps * 128) + (k * 128 + j)  # rows are few: no more than 32 bits
-        num_slabs: gl.constexpr = cfg.num_slabs
-        for i in gl.static_range(num_slabs):
-            step = k + i * SLAB
-            mask = (tile.token + c < tile.token_end) & (step < cfg.num_steps) & (j >= 0)
-            at = self.values + (place + i * (SLAB * 128))
-            async_load(self.slabs.index(i), at, mask=mask)
-        async_copy.commit_group()
-        if not cfg.is_l1:
-            self.fetch_factors(tile)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        role_barrier()
-
-    @gluon.jit
-    def fetch_factors(self, tile):
-        """Load the tokens' factors, K outermost."""
-        cfg: gl.constexpr = self.cfg
-        num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
-        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
-        g = gl.arange(0, cfg.num_k_groups, gl.SliceLayout(1, lay))[:, None]
-        token = tile.token + gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, lay))[None, :]
-        mask = (token < tile.token_end) & (g < num_groups)
-        x = gl.load(self.factors + token.to(gl.int64) * num_groups + g, mask=mask, other=0.0)
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        reinterpret(self.group_factors, gl.float32, [cfg.num_k_groups, cfg.tile_tokens], plain).store(x)
-
-    @gluon.jit
-    def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
-        """Return high or low [32, tile_tokens] of block 0 or 1 of a step."""
-        T: gl.constexpr = self.cfg.tile_tokens
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 128], layout)
-        return steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
+from envoi.runtime.triton_compat import role_barrier
 
 
 @aggregate
@@ -302,6 +220,15 @@ def finish_step(acc, products, factors, tokens, step):
 
 
 @gluon.jit
+def issue_fp8_step(acc, words, factors, tokens, step):
+    """Start the products of a step of 64 of K with FP8 tokens; return acc with them, whose factors are in weights."""
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=4)
+    w0, w1 = widened(by_thread(words), factors, tokens.tables, tokens.cfg.looks_up, dot)
+    acc = warpgroup_mma(w0, tokens.part(step, 0), acc, is_async=True)
+    return warpgroup_mma(w1, tokens.part(step, 1), acc, is_async=True)
+
+
+@gluon.jit
 def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_wanted):
     """Return acc with a group of steps added, and the weights of the next group, requested meanwhile.
 
@@ -317,19 +244,30 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
     ahead: gl.constexpr = U - cfg.late
     requested = ()
     for i in gl.static_range(ahead, U):
-        held = held + (place.load(i, is_step(group * U + i, cfg)),)
+        held = held + (place.load(i, is_step(group * U + i, cfg), cfg.zero_tail),)
     if cfg.prefetches:
         next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
     for i in gl.static_range(U):
-        products = issue_step(held[i].words, tokens, within(group * U + i, cfg), zero)
-        step, wanted, factors = group * U + i, is_wanted, held[i].factors + TAME
-        if num_steps % U:
-            # A step after the last counts 0 times the last one. Its weights are anything, but finite as E4M3.
-            factors = gl.where(step < num_steps, factors, 0)
-            wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
-        if i < ahead:
-            requested = requested + (next_place.load(i, wanted),)
-        acc = finish_step(acc, products, factors, tokens, within(step, cfg))
+        step, wanted, factors = group * U + i, is_wanted, held[i].factors
+        if cfg.fp8:
+            if num_steps % U:
+                factors = gl.where(step < num_steps, factors, 0)  # weights are 0 after the last step, in any table
+                wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
+            acc = issue_fp8_step(acc, held[i].words, factors, tokens, within(step, cfg))
+            if i < ahead:
+                requested = requested + (next_place.load(i, wanted, cfg.zero_tail),)
+            # The next step is widened while this one's products are in flight.
+            acc = warpgroup_mma_wait(num_outstanding=2 if i + 1 < U else 0, deps=(acc,))
+        else:
+            products = issue_step(held[i].words, tokens, within(step, cfg), zero)
+            factors += TAME
+            if num_steps % U:
+                # A step after the last counts 0 times the last one. Its weights are anything, but finite as E4M3.
+                factors = gl.where(step < num_steps, factors, 0)
+                wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
+            if i < ahead:
+                requested = requested + (next_place.load(i, wanted),)
+            acc = finish_step(acc, products, factors, tokens, within(step, cfg))
     return acc, requested
 
 
@@ -353,20 +291,24 @@ def within(step, cfg: gl.constexpr):
 
 @gluon.jit
 def few_kernel(
-    values, factors, words, sf, bias, row_weights, out, out_factors, offsets, topk_ids, sums, flags, num_row_tiles,
-    num_experts, num_slots, cfg: gl.constexpr,
+    values, factors, words, sf, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums, flags,
+    num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
 ):  # fmt: skip
     """Run one worker. Grid: (any number of CTAs,).
 
-    Arguments are fields of `Tokens`, `Weights`, `Outputs`, `Routing` and `Parts`, which say what they are.
+    Arguments are fields of `Tokens` or `Fp8Tokens`, `Weights`, `Outputs`, `Routing` and `Parts`, which say what they
+    are.
     """
     if cfg.waits_first:
         wait_for_grid()
     if cfg.overlaps and not cfg.reads_ids:
         let_next_start()
-    tokens = Tokens.create(values, factors, cfg)
+    if cfg.fp8:
+        tokens = Fp8Tokens.create(values, factors, tables, cfg)
+    else:
+        tokens = Tokens.create(values, factors, cfg)
     weights = Weights(words, sf, num_row_tiles, cfg.num_steps)
-    outputs = Outputs(bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
+    outputs = Outputs(scale, bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
     schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
     units = schedule.num_units()
     if cfg.overlaps and cfg.reads_ids and units == 0:
@@ -397,7 +339,7 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
     ahead: gl.constexpr = U - cfg.late
     held = ()
     for i in gl.static_range(ahead):
-        held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32)),)
+        held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32), cfg.zero_tail),)
     if cfg.overlaps and not cfg.waits_first:
         wait_for_grid()
     if cfg.overlaps and cfg.reads_ids:

@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Tokens on their way into the kernel for few of them, in Triton.
 
-    permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3
+    permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3 or in FP8
 
 bf16 has 8 significant bits, E4M3 has 4: a number is high + low, exactly, if it isn't far smaller than what the power of
 two is chosen for, the row's largest magnitude; what is 2^17 below that is lost.
@@ -13,9 +13,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
+from envoi.epilogues.device import divide, e4m3, group_amax
 from envoi.runtime.topk import experts_at
 
 GROUP: tl.constexpr = tl.constexpr(32)
+E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -48,8 +50,20 @@ def split_token(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def scale_token(x, HARDWARE: tl.constexpr):
+    """Quantise float32 [N] to the bits of E4M3, and return them with their scale [1], as `envoi.quant.quantize`."""
+    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0, keep_dims=True)
+    amax = group_amax(largest.to(tl.float32, bitcast=True))
+    x = x * divide(E4M3_MAX, amax)
+    if HARDWARE:
+        return e4m3(x).to(tl.uint8, bitcast=True), divide(amax, E4M3_MAX)
+    return to_e4m3(x), divide(amax, E4M3_MAX)
+
+
+@triton.jit
 def permute_kernel(
-    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, num_tokens,
+    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, largest, num_tokens,
     num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -58,6 +72,9 @@ def permute_kernel(
     topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
     in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
     have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+
+    largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
+    scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
     """
@@ -84,6 +101,15 @@ def permute_kernel(
         pos = tl.where(e < num_experts, pos, -1)
         tl.store(slot_to_pos + slots, pos, mask=s < K)
         tl.store(row_weights + pos, widen(weights), mask=pos >= 0)
+        if largest is not None:
+            tl.store(largest + pos, tl.zeros((SLOTS,), tl.int32), mask=pos >= 0)
+            x, factor = scale_token(widen(x), HARDWARE)
+            tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
+            for slot in range(K):
+                row = tl.sum(tl.where(s == slot, pos, 0), 0)
+                if row >= 0:
+                    tl.store(rows + row.to(tl.int64) * width + c, x, mask=c < width)
+            return
         x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
         x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
         high, low, factor = split_token(x, HARDWARE)

@@ -38,11 +38,18 @@ def tables_of(index, lut, LOOKS_UP: gl.constexpr):
 
 @gluon.jit
 def by_row(first, second, dot: gl.constexpr):
-    """Return [64, 32], constant along K, from numbers of the two rows of each pair [32]."""
-    x = gl.join(first, second).reshape([4, 8, 2]).permute([0, 2, 1]).reshape([64])
+    """Return [16 * warps, 32], constant along K, from numbers of the two rows of each pair [8 * warps]."""
+    warps: gl.constexpr = gl.num_warps()
+    x = gl.join(first, second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
     rows: gl.constexpr = gl.SliceLayout(1, dot)
     x = gl.convert_layout(x, rows, assert_trivial=True)
-    return gl.convert_layout(x[:, None].broadcast_to([64, 32]), dot, assert_trivial=True)
+    return gl.convert_layout(x[:, None].broadcast_to([16 * warps, 32]), dot, assert_trivial=True)
+
+
+@gluon.jit
+def by_block(words):
+    """Return a tile's words [2, 256] as [warp, half, g, k16, t]."""
+    return words.reshape([4, 8, 4, 2, 2]).permute([0, 4, 1, 3, 2])
 
 
 @gluon.jit
@@ -51,8 +58,18 @@ def operands(words, factors, lut, LOOKS_UP: gl.constexpr, dot: gl.constexpr):
 
     words: int32 [2, 256] in `words_layout`. factors: int32 [32], a word for each pair of rows.
     """
-    x = words.reshape([4, 8, 4, 2, 2]).permute([0, 4, 1, 3, 2]).reshape([4, 2, 8, 2, 4, 1])
-    x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([64, 32])  # the same register for its four elements
+    return widened(by_block(words), factors, lut, LOOKS_UP, dot)
+
+
+@gluon.jit
+def widened(words, factors, lut, LOOKS_UP: gl.constexpr, dot: gl.constexpr):
+    """Return the two operands of tiles side by side, one for four warps, E4M3 [16 * warps, 32] of each block.
+
+    words: int32 [warp, half, g, k16, t]. factors: int32 [8 * warps], a word for each pair of rows.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    x = words.reshape([warps, 2, 8, 2, 4, 1])
+    x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
     low00, high00 = tables_of(factors & 0xFF, lut, LOOKS_UP)
     low01, high01 = tables_of((factors >> 8) & 0xFF, lut, LOOKS_UP)

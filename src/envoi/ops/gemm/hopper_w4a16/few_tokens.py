@@ -1,0 +1,200 @@
+"""Tokens of the GEMMs for few of them in Gluon: a tile's, all of K, on their way to shared memory.
+
+`Tokens` are bf16 split into two E4M3, `Fp8Tokens` FP8 with a scale a token. Both `fetch` the tokens of a tile.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+
+from envoi.epilogues.device import divide, group_amax
+from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
+
+SLAB = gl.constexpr(16)  # steps of K that one copy brings
+ROWS = gl.constexpr(8)  # of tokens that are quantised together
+HELD = gl.constexpr(128)  # numbers of bf16 that a thread requests at once
+E4M3_MAX = gl.constexpr(448.0)
+
+
+@gluon.jit
+def copy_slabs(values, slabs, tile, cfg: gl.constexpr, BYTES: gl.constexpr):
+    """Start to copy the tokens of a tile to shared memory; a step of K has BYTES of them.
+
+    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [room_slabs, SLAB, tile_tokens, BYTES].
+    """
+    warps: gl.constexpr = gl.num_warps()
+    lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [128 // BYTES, 4, BYTES // 16], [warps // 2, 2, 1], [2, 1, 0])
+    k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+    c = gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
+    j = gl.arange(0, BYTES, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
+    place = (tile.token + c) * (cfg.num_steps * BYTES) + (k * BYTES + j)  # rows are few: no more than 32 bits
+    num_slabs: gl.constexpr = cfg.num_slabs
+    for i in gl.static_range(num_slabs):
+        step = k + i * SLAB
+        mask = (tile.token + c < tile.token_end) & (step < cfg.num_steps) & (j >= 0)
+        at = values + (place + i * (SLAB * BYTES))
+        async_load(slabs.index(i), at, mask=mask)
+    async_copy.commit_group()
+
+
+@aggregate
+class Tokens:
+    """Tokens split into two E4M3, in global memory, sorted by expert, and those of a tile in shared memory.
+
+    values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
+    [rows, groups_per_step * num_steps] for the second.
+    """
+
+    values: gl.tensor
+    factors: gl.tensor
+    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 128]
+    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second GEMM
+    cfg: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(values, factors, cfg: gl.constexpr):
+        """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
+        T: gl.constexpr = cfg.tile_tokens
+        num_slabs: gl.constexpr = cfg.room_slabs
+        num_steps: gl.constexpr = num_slabs * SLAB + cfg.factor_steps
+        by_step: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        by_slab: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        num_groups: gl.constexpr = cfg.num_k_groups
+        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_steps, T, 128], by_step)
+        slabs = reinterpret(steps, gl.float8e4nv, [num_slabs, SLAB, T, 128], by_slab)
+        views = reinterpret(steps, gl.float32, [num_steps * 32 // num_groups, num_groups, T], matrix)
+        group_factors = reinterpret(views.index(num_slabs * SLAB * 32 // num_groups), gl.float32, [num_groups, T], rows)
+        return Tokens(values, factors, slabs, group_factors, cfg)
+
+    @gluon.jit
+    def fetch(self, tile):
+        """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
+        cfg: gl.constexpr = self.cfg
+        copy_slabs(self.values, self.slabs, tile, cfg, 128)
+        if not cfg.is_l1:
+            self.fetch_factors(tile)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        role_barrier()
+
+    @gluon.jit
+    def fetch_factors(self, tile):
+        """Load the tokens' factors, K outermost."""
+        cfg: gl.constexpr = self.cfg
+        num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
+        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
+        g = gl.arange(0, cfg.num_k_groups, gl.SliceLayout(1, lay))[:, None]
+        token = tile.token + gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, lay))[None, :]
+        mask = (token < tile.token_end) & (g < num_groups)
+        x = gl.load(self.factors + token.to(gl.int64) * num_groups + g, mask=mask, other=0.0)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        reinterpret(self.group_factors, gl.float32, [cfg.num_k_groups, cfg.tile_tokens], plain).store(x)
+
+    @gluon.jit
+    def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
+        """Return high or low [32, tile_tokens] of block 0 or 1 of a step."""
+        T: gl.constexpr = self.cfg.tile_tokens
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 128], layout)
+        return steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
+
+
+@aggregate
+class Fp8Tokens:
+    """Tokens in FP8 in global memory, sorted by expert, and those of a tile in shared memory.
+
+    values: of the first GEMM E4M3 pointer [rows, K]; of the second bf16 pointer [rows, K], which `fetch` quantises,
+    bit for bit as `envoi.quant.quantize`. largest: int32 pointer [rows], the bits of the largest magnitude of a row of
+    the second GEMM. tables: what widens weights (`envoi.ops.gemm.hopper_w4a8.widening`), or None.
+    """
+
+    values: gl.tensor
+    largest: gl.tensor
+    tables: Scalar
+    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 64]
+    cfg: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(values, largest, tables, cfg: gl.constexpr):
+        """Allocate shared memory for a tile's tokens, as much for both GEMMs."""
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=3)
+        slabs = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_slabs, SLAB, cfg.tile_tokens, 64], layout)
+        return Fp8Tokens(values, largest, tables, slabs, cfg)
+
+    @gluon.jit
+    def fetch(self, tile):
+        """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
+        cfg: gl.constexpr = self.cfg
+        few: gl.constexpr = gl.num_warps() // 2
+        if cfg.is_l1:
+            copy_slabs(self.values, self.slabs, tile, cfg, 64)
+            async_copy.wait_group(0)
+        else:
+            if few < ROWS and tile.token_end - tile.token <= few:
+                self.quantise(tile, 0, few)
+            else:
+                self.quantise(tile, 0, ROWS)
+            tile_tokens: gl.constexpr = cfg.tile_tokens
+            for first in gl.static_range(ROWS, tile_tokens, ROWS):
+                if tile.token + first < tile.token_end:
+                    self.quantise(tile, first, ROWS)
+        fence_async_shared()
+        role_barrier()
+
+    @gluon.jit
+    def quantise(self, tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+        """Load COUNT tokens of a tile, quantise them, and store them as ROWS columns from FIRST on, some repeated."""
+        cfg: gl.constexpr = self.cfg
+        lay: gl.constexpr = quantising_layout(COUNT, gl.num_warps())
+        k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+        row = tile.token + FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
+        j = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
+        inside = row < tile.token_end
+        bits = gl.load(self.largest + row, mask=inside, other=0, cache_modifier=".cg")
+        place = row * (cfg.num_steps * 64) + (k * 64 + j)  # rows are few: no more than 32 bits
+        num_slabs: gl.constexpr = cfg.num_slabs
+        amax = group_amax(bits.to(gl.float32, bitcast=True))
+        factors = divide(gl.full(amax.shape, E4M3_MAX, gl.float32, amax.type.layout), amax)
+        ahead: gl.constexpr = HELD * 32 * gl.num_warps() // (SLAB * 64 * COUNT)  # slabs
+        held = ()
+        for i in gl.static_range(num_slabs + ahead):
+            if i >= ahead:
+                x = (held[i - ahead].to(gl.float32) * factors).to(gl.float8e4nv)  # saturates
+                self.slabs.index(i - ahead).slice(FIRST, ROWS, 1).store(copies(x))
+            if i < num_slabs:
+                mask = inside & (k + i * SLAB < cfg.num_steps) & (j >= 0)
+                at = self.values + (place + i * (SLAB * 64))
+                held += (gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"),)
+
+    @gluon.jit
+    def part(self, step, BLOCK: gl.constexpr):
+        """Return block 0 or 1 of a step, [32, tile_tokens]."""
+        T: gl.constexpr = self.cfg.tile_tokens
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 64], layout)
+        return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
+
+
+@gluon.constexpr_function
+def quantising_layout(rows, warps):
+    """Return the layout of a slab's part [SLAB, rows, 64] of bf16, rows a power of two: 16 neighbours a thread.
+
+    A row's steps are neighbours, so that requests are of 256 bytes or more.
+    """
+    over_rows = min(rows, 4)
+    warps_over_rows = min(rows // over_rows, warps // 2)
+    over_warps = [warps // warps_over_rows, warps_over_rows, 1]
+    return gl.BlockedLayout([1, 1, 16], [8 // over_rows, over_rows, 4], over_warps, [2, 1, 0])
+
+
+@gluon.jit
+def copies(x):
+    """Repeat the rows of x [SLAB, rows, 64] until there are ROWS: no number is moved."""
+    if x.shape[1] < ROWS:
+        x = copies(gl.join(x, x).permute([0, 3, 1, 2]).reshape([x.shape[0], 2 * x.shape[1], x.shape[2]]))
+    return x
