@@ -3,7 +3,7 @@
 2880/2880, 32 experts, top-4, biases.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,13 +28,15 @@ ACTIVATION, LIMIT = "swiglu_oai", 7.0
 class Case:
     """One launch of the layer for so many tokens.
 
-    kind: "l1", "l2", or "sent", which is L2 whose rows go to other places. looks_up: shifts are far apart.
+    kind: "l1", "quantised", which is L1 that quantises its rows, "l2", or "sent", which is L2 whose rows go to other
+    places. looks_up: shifts are far apart. num_experts: with their rows the tiles' widths change.
     """
 
     name: str
     kind: str
     num_tokens: int
     looks_up: bool = False
+    num_experts: int = NUM_EXPERTS
 
     @property
     def title(self) -> str:
@@ -42,14 +44,19 @@ class Case:
         return f"w4a8-{self.name}"
 
     @property
+    def is_l1(self) -> bool:
+        """Return True for the first GEMM."""
+        return self.kind in ("l1", "quantised")
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Rows and columns of the weights, N and K."""
-        return (2 * INTERMEDIATE, HIDDEN) if self.kind == "l1" else (HIDDEN, INTERMEDIATE)
+        return (2 * INTERMEDIATE, HIDDEN) if self.is_l1 else (HIDDEN, INTERMEDIATE)
 
     @property
     def epilogue(self) -> Epilogue:
         """Epilogue of the GEMM."""
-        if self.kind == "l1":
+        if self.is_l1:
             return expert_l1(ACTIVATION, LIMIT, True, None, has_scale=True)
         return expert_l2(True, True)
 
@@ -62,31 +69,41 @@ CASES = (
     Case("l1", "l1", 4096),
     Case("l2", "l2", 4096),
     Case("sent", "sent", 4096),
+    Case("quantised-16", "quantised", 16),
+    Case("quantised", "quantised", 4096),
+    Case("quantised-128-experts", "quantised", 8192, num_experts=128),
+    Case("quantised-256-experts", "quantised", 65536, num_experts=256),
+    Case("sent-256-experts", "sent", 65536, num_experts=256),
+    Case("l1-512-experts", "l1", 65536, num_experts=512),
     Case("l1-tables", "l1", 4096, looks_up=True),
 )
 
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    rows, (N, K) = case.num_tokens * NUM_TOPK, case.sizes
+    rows, (N, K), E = case.num_tokens * NUM_TOPK, case.sizes, case.num_experts
     to = without_memory((rows,), torch.int64) if case.kind == "sent" else None
     ir = host.with_token_scale(case.epilogue.ir)
-    tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (NUM_EXPERTS,)), NUM_EXPERTS)
+    tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (E,)), E)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers, scattered=to is not None)
     outputs = empty_outputs(ir, output_specs(ir, torch.bfloat16), rows, N, torch.device("meta"), to)
-    tokens = QuantTensor(
-        without_memory((rows, K), torch.float8_e4m3fn), without_memory((rows, 1), torch.float32), (1, K)
-    )
-    offsets = without_memory((NUM_EXPERTS + 1,), torch.int32)
-    config = w4a8_config(K, rows, NUM_EXPERTS, case.looks_up)
-    arguments = host.arguments(tokens, _weights(N, K), offsets, code, tensors, outputs, config)
-    return Launch(w4a8_kernel, (NUM_SMS * config.ctas,), arguments, config.options)
+    offsets = without_memory((E + 1,), torch.int32)
+    config, quantised = w4a8_config(N, K, rows, E, NUM_SMS, case.looks_up), None
+    if case.kind == "quantised":
+        config, quantised = replace(config, quantized_columns=INTERMEDIATE), _rows(rows, INTERMEDIATE)
+    given = _rows(rows, K), _weights(E, N, K), offsets, code, tensors, outputs, config, quantised
+    return Launch(w4a8_kernel, (NUM_SMS * config.ctas,), host.arguments(*given), config.options)
 
 
-def _weights(N: int, K: int) -> QuantTensor:
-    values = without_memory((NUM_EXPERTS, N, K // 2), torch.uint8)
-    sf = without_memory((NUM_EXPERTS, N, K // 32), torch.float8_e8m0fnu)
-    return QuantTensor(values, sf, (1, 32), without_memory((NUM_EXPERTS, N), torch.float32), order=ORDER)
+def _rows(count: int, columns: int) -> QuantTensor:
+    values = without_memory((count, columns), torch.float8_e4m3fn)
+    return QuantTensor(values, without_memory((count, 1), torch.float32), (1, columns))
+
+
+def _weights(E: int, N: int, K: int) -> QuantTensor:
+    values = without_memory((E, N, K // 2), torch.uint8)
+    sf = without_memory((E, N, K // 32), torch.float8_e8m0fnu)
+    return QuantTensor(values, sf, (1, 32), without_memory((E, N), torch.float32), order=ORDER)
 
 
 ABOUT = "MXFP4 weights, FP8 tokens on Hopper"

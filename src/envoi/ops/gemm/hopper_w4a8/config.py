@@ -1,19 +1,29 @@
 """Config of the kernel for FP8 tokens and MXFP4 weights, and its choice."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from envoi.ops.gemm.hopper.config import RESERVED_BYTES
 from envoi.ops.gemm.hopper.tile_config import SwappedTiles
 from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.math import next_power_of_2
 
 TILE = 64  # rows, and elements of K, of a tile of weights
 BLOCK_K = 128  # of a stage: two tiles
 TILE_BYTES = 2048 + 128  # of a tile of weights and its factors
 MAX_STAGES = 8
-REGISTERS, PRODUCER_REGISTERS = 65536, 24  # of an SM, of a thread of the producer
+REGISTERS = 65536  # of an SM
+PIECE, MOST_COLUMNS = 256, 8192  # columns that a warp loads at once, and of a row that it can hold
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
-# Tokens of a tile, and how long 128 features of one take beside those of 64 tokens: notes/2026-11-fp8-fp4.md.
-TOKEN_TILES = {16: 0.75, 32: 0.81, 64: 1.0, 128: 1.38}
+MOST_WIDE_EXPERTS = 512  # beyond, every tile has the same width
+# How long 128 features of a tile of so many tokens take beside those of 64: notes/2026-11-fp8-fp4.md.
+TOKEN_TILES = {8: 0.72, 16: 0.75, 32: 0.81, 64: 1.0, 128: 1.38}
+BLOCKS = (16, 32, 64, 128)  # tokens of an expert's tiles but its last one
+WITH_TAILS = 64  # from so many tokens on the last tile may be narrower
+# Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
+MOST_PRODUCER = 72  # registers of a thread of the producer
+THREE_CTAS = 0.91  # of the time of tiles with two CTAs on a multiprocessor, in tiles of 16
+DRAWS = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class W4A8Config(SwappedTiles):
 
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
     memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`). ctas: on an SM.
+    widths: of an expert's last tile: 1, or 4, block_y and its half, quarter and eighth (`tile_scheduler`).
+    quantized_columns: of a row that this kernel quantises (`row_scales`), 0: none.
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
     """
 
@@ -33,6 +45,9 @@ class W4A8Config(SwappedTiles):
     looks_up: bool
     num_consumers: int
     ctas: int
+    widths: int = 1
+    quantized_columns: int = 0
+    producer_registers: int = 24
     epilogue_tokens: int = 64
     rows_per_consumer: int = TILE  # of one run of the epilogue
     block_k: int = BLOCK_K
@@ -48,12 +63,22 @@ class W4A8Config(SwappedTiles):
     @property
     def consumer_registers(self) -> int:
         """Registers of a thread of the second consumer; the first has what others leave."""
-        return (self.registers * 3 - PRODUCER_REGISTERS) // 2 // 8 * 8
+        return (self.registers * 3 - self.producer_registers) // 2 // 8 * 8
 
     @property
     def options(self) -> dict[str, int]:
         """Options of the launch."""
         return {"num_warps": self.num_warps, **({"maxnreg": self.registers} if self.ctas > 1 else {})}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of tiles, the widest first."""
+        return tuple(self.block_y >> width for width in range(self.widths))
+
+    @property
+    def rows_of_warp(self) -> int:
+        """Rows that a warp quantises at a time: as many as registers hold."""
+        return 2 if self.quantized_columns <= 4096 else 1
 
     @property
     def block_x(self) -> int:
@@ -81,17 +106,43 @@ class W4A8Config(SwappedTiles):
         return self.block_y * self.block_k + 2 * self.num_row_tiles * TILE_BYTES
 
 
-def w4a8_config(K: int, num_rows: int, num_experts: int, looks_up: bool = False) -> W4A8Config:
-    """Return the config for so many rows of all experts."""
+@cache
+def w4a8_config(N: int, K: int, num_rows: int, num_experts: int, num_sms: int, looks_up: bool = False) -> W4A8Config:
+    """Return the config that should take the least time for so many rows of all experts."""
+    found = [fitted(config_of(block_y, K, num_experts, looks_up)) for block_y in BLOCKS]
+    return min(found, key=lambda config: predicted_tiles(config, N, num_rows, num_experts, num_sms))
+
+
+def predicted_tiles(config: W4A8Config, N: int, num_rows: int, num_experts: int, num_sms: int) -> float:
+    """Return how many tiles of 64 tokens, about, a CTA computes while another one does on its multiprocessor.
+
+    For ranking configs. Experts' rows differ as with routing at random; CTAs end within half of a last tile.
+    """
     rows = num_rows / max(1, num_experts)
-    # Experts differ: on average half of a last tile is empty.
-    block_y = min(TOKEN_TILES, key=lambda size: max(1.0, rows / size + 0.5) * TOKEN_TILES[size])
-    return fitted(config_of(block_y, K, looks_up))
+    drawn = [max(1, round(rows + z * rows**0.5)) for z in DRAWS]
+    pace = THREE_CTAS if config.ctas == 3 else 1.0
+    costs = [TOKEN_TILES[size] for size in config.sizes]
+    work = sum(_cost_of(count, config) for count in drawn) / len(drawn)
+    tiles = work * max(1, min(num_experts, num_rows)) * -(-N // config.block_x)
+    return pace * max(costs[0], tiles / num_sms + costs[-1] / 2)
 
 
-def config_of(block_y: int, K: int, looks_up: bool = False) -> W4A8Config:
+def _cost_of(rows: int, config: W4A8Config) -> float:
+    whole, rest = divmod(rows, config.block_y)
+    last = min((size for size in config.sizes if size >= rest), default=config.block_y) if rest else 0
+    return whole * TOKEN_TILES[config.block_y] + (TOKEN_TILES[last] if last else 0.0)
+
+
+def config_of(block_y: int, K: int, num_experts: int, looks_up: bool = False) -> W4A8Config:
     """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
-    return W4A8Config(block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=3 if block_y == 16 else 2)
+    widths = 4 if block_y >= WITH_TAILS and num_experts <= MOST_WIDE_EXPERTS else 1
+    ctas = 3 if block_y == 16 else 2
+    # Each warp holds the ends of all experts' tiles.
+    registers = 24 + max(0, next_power_of_2(num_experts) // 32 - 4) * 4
+    return W4A8Config(
+        block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=ctas, widths=widths,
+        producer_registers=min(registers, MOST_PRODUCER),
+    )  # fmt: skip
 
 
 def fitted(config: W4A8Config) -> W4A8Config:

@@ -1,5 +1,6 @@
 """GEMMs by expert with MXFP4 weights in the order for FP8 tokens: what the kernel can take, and its launch."""
 
+from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -18,7 +19,7 @@ from envoi.epilogues.outputs import (
 )
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
-from envoi.ops.gemm.hopper_w4a8.config import BLOCK_K, TILE, W4A8Config, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import BLOCK_K, MOST_COLUMNS, TILE, W4A8Config, w4a8_config
 from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
@@ -53,8 +54,43 @@ def run(
         scaled = with_token_scale(ir)
         tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
-        _launch(a, b, offsets, code, tensors, written, grouping, config)
+        _launch(a, b, offsets, code, tensors, written, config or chosen(a, b, grouping))
     return written
+
+
+def why_not_quantised(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
+    """Return why `run_quantised` can't run this; "" if it can."""
+    if why := why_not_w4a8(a, b, ir, grouping):
+        return why
+    (spec,) = output_specs(ir, torch.bfloat16) if len(ir.outputs) == 1 else (None,)
+    if spec is None or spec.kind != "tile" or spec.dtype != torch.bfloat16:
+        return "an output that isn't rows in bf16"
+    width = b.shape[-2] // spec.columns
+    if width > MOST_COLUMNS:
+        return f"rows of {width} columns"
+    return ""
+
+
+def run_quantised(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, operands: dict, grouping: Grouping,
+    config: W4A8Config | None = None,
+) -> QuantTensor:  # fmt: skip
+    """Return the rows [M, N / 2 or N] that `run` returns in bf16 as FP8 with a scale a row; same bits as quantised after.
+
+    Rows of no expert aren't written.
+    """
+    M = a.shape[0]
+    (hidden,) = empty_outputs(ir, output_specs(ir, torch.bfloat16), M, b.shape[-2], a.device, None)
+    width = hidden.shape[1]
+    values = torch.empty(M, width, dtype=torch.float8_e4m3fn, device=a.device)
+    out = QuantTensor(values, torch.empty(M, 1, dtype=torch.float32, device=a.device), (1, width))
+    if M > 0:
+        scaled = with_token_scale(ir)
+        tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
+        code = lower(scaled, torch.bfloat16, "gluon", False, False, pointers)
+        config = replace(config or chosen(a, b, grouping), quantized_columns=width)
+        _launch(a, b, offsets, code, tensors, [hidden], config, out)
+    return out
 
 
 def with_token_scale(ir: IR) -> IR:
@@ -62,33 +98,44 @@ def with_token_scale(ir: IR) -> IR:
     return with_scales(ir, "row", "")
 
 
+def chosen(a: QuantTensor, b: QuantTensor, grouping: Grouping) -> W4A8Config:
+    """Return the config for this call."""
+    E, N, K = cast(tuple[int, int, int], b.shape)
+    rows = grouping.likely_rows(a.shape[0])
+    return w4a8_config(N, K, rows, E, devices.num_sms(a.device), looks_up=not b.scales_at_most_2)
+
+
 def _launch(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], grouping: Grouping, config: W4A8Config | None,
+    outputs: list[torch.Tensor], config: W4A8Config, quantised: QuantTensor | None = None,
 ) -> None:  # fmt: skip
     from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch
 
-    if config is None:
-        rows = grouping.likely_rows(a.shape[0])
-        config = w4a8_config(b.shape[-1], rows, b.shape[0], looks_up=not b.scales_at_most_2)
-    given = arguments(a, b, offsets, code, operands, outputs, config)
+    given = arguments(a, b, offsets, code, operands, outputs, config, quantised)
     launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
 
 def arguments(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: W4A8Config,
+    outputs: list[torch.Tensor], config: W4A8Config, quantised: QuantTensor | None = None,
 ) -> tuple:  # fmt: skip
-    """Return the kernel's arguments."""
+    """Return the kernel's arguments. quantised: rows that it quantises, if config.quantized_columns says so."""
     M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
     nothing = torch.empty(0, dtype=torch.float32, device=a.device)  # no epilogue here reduces rows
+    counters, rows = nothing.view(torch.int32), None
+    if quantised is not None:
+        counters = workspace.counters(M + config.block_y, a.device)
+        rows = quantised.values.view(torch.uint8), quantised.sf
     words = b.values.flatten().view(torch.int32).view(-1, 256)
     factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
+    tokens = tma_ready(a.values)
+    few = descriptor(tokens, config.block_y // 8, BLOCK_K) if config.widths > 1 else None
     return (
-        descriptor(tma_ready(a.values), config.block_y, BLOCK_K), unswizzled_descriptor(words, 4, 256),
-        unswizzled_descriptor(factors, 2, 32), tables_on(a.device) if config.looks_up else None,
-        operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
+        descriptor(tokens, config.block_y, BLOCK_K), few,
+        unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32),
+        tables_on(a.device) if config.looks_up else None,
+        operands or (0,), as_stored(outputs), offsets, nothing, counters, rows, M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip
 

@@ -16,6 +16,8 @@ Configs may also have two consumers, which share a tile's tokens and have the ne
     empty     2: a consumer after its products   producer    (n & 1) ^ 1
 """
 
+from typing import Any, NamedTuple
+
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,11 +31,23 @@ from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.tile_gluon import halves
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile
-from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler
+from envoi.ops.gemm.hopper.tile_scheduler import Tile
+from envoi.ops.gemm.hopper_w4a8.row_scales import quantize_rows
+from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
 from envoi.ops.gemm.hopper_w4a8.widening import operands, pairs_layout, words_layout
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.sync import arrive
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
+
+
+class Sources(NamedTuple):
+    """TMA descriptors: of tokens in boxes of a whole tile and of an eighth of one, of weights, of factors."""
+
+    tokens: Any
+    few_tokens: Any
+    words: Any
+    factors: Any
 
 
 @aggregate
@@ -65,24 +79,51 @@ class Stages:
         return Stages(tokens, words, factors, empty, full, cfg)
 
     @gluon.jit
-    def fill(self, x_desc, w_desc, f_desc, step, token, first_tile, k_stage):
-        """Producer: load the k_stage-th 128 of K of the tokens from `token` on and of the row tiles from first_tile on.
+    def fill(self, descs, step, tile, width, first_tile, k_stage):
+        """Producer: load the k_stage-th 128 of K of a tile's tokens and of the row tiles from first_tile on.
 
-        step: since the kernel began. Of tiles after an expert's last one no product is used.
+        step: since the kernel began. Of row tiles after an expert's last one no product is used.
         """
         cfg: gl.constexpr = self.cfg
-        num_row_tiles: gl.constexpr = cfg.num_row_tiles
         stage = step % cfg.num_stages
         mbarrier.wait(self.empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
-        full = self.full.index(stage)
-        weight_bytes: gl.constexpr = (w_desc.block_type.nbytes + f_desc.block_type.nbytes) * cfg.num_row_tiles
-        mbarrier.expect(full, x_desc.block_type.nbytes + weight_bytes)
-        tma_load(x_desc, [token, k_stage * 128], full, self.tokens.index(stage))
+        if cfg.widths == 1:
+            self.fill_tokens(descs, stage, tile.y, k_stage, 0)
+        else:
+            self.fill_by_width(descs, stage, tile.y, k_stage, width)
+        num_row_tiles: gl.constexpr = cfg.num_row_tiles
         for r in gl.static_range(num_row_tiles):
-            tile = (first_tile + r) * cfg.num_steps + k_stage * 2
-            slot = stage * cfg.num_row_tiles + r
-            tma_load(w_desc, [tile * 2, 0], full, self.words.index(slot))
-            tma_load(f_desc, [tile, 0], full, self.factors.index(slot))
+            row_tile = (first_tile + r) * cfg.num_steps + k_stage * 2
+            slot = stage * num_row_tiles + r
+            tma_load(descs.words, [row_tile * 2, 0], self.full.index(stage), self.words.index(slot))
+            tma_load(descs.factors, [row_tile, 0], self.full.index(stage), self.factors.index(slot))
+
+    @gluon.jit
+    def fill_by_width(self, descs, stage, token, k_stage, width):
+        """Producer: `fill_tokens` for a width that is known at run time."""
+        if width == 0:
+            self.fill_tokens(descs, stage, token, k_stage, 0)
+        elif width == 1:
+            self.fill_tokens(descs, stage, token, k_stage, 1)
+        elif width == 2:
+            self.fill_tokens(descs, stage, token, k_stage, 2)
+        else:
+            self.fill_tokens(descs, stage, token, k_stage, 3)
+
+    @gluon.jit
+    def fill_tokens(self, descs, stage, token, k_stage, WIDTH: gl.constexpr):
+        """Producer: expect all bytes of a stage, and load its tokens: all, or as many boxes as a narrower tile has."""
+        num_row_tiles: gl.constexpr = self.cfg.num_row_tiles
+        full = self.full.index(stage)
+        weight_bytes: gl.constexpr = (descs.words.block_type.nbytes + descs.factors.block_type.nbytes) * num_row_tiles
+        mbarrier.expect(full, (descs.tokens.block_type.nbytes >> WIDTH) + weight_bytes)
+        if WIDTH == 0:
+            tma_load(descs.tokens, [token, k_stage * 128], full, self.tokens.index(stage))
+        else:
+            box: gl.constexpr = descs.few_tokens.block_type.shape[0]
+            for i in gl.static_range(8 >> WIDTH):
+                to = self.tokens.index(stage).slice(i * box, box, 0)
+                tma_load(descs.few_tokens, [token + i * box, k_stage * 128], full, to)
 
     @gluon.jit
     def wait(self, step):
@@ -90,9 +131,10 @@ class Stages:
         mbarrier.wait(self.full.index(step % self.cfg.num_stages), (step // self.cfg.num_stages) & 1)
 
     @gluon.jit
-    def tokens_of(self, step, BLOCK: gl.constexpr):
-        """Consumer: return the tokens of 32 of K, [32, block_y]."""
-        return self.tokens.index(step % self.cfg.num_stages).slice(BLOCK * 32, 32, 1).permute((1, 0))
+    def tokens_of(self, step, BLOCK: gl.constexpr, T: gl.constexpr):
+        """Consumer: return the first T tokens of 32 of K, [32, T]."""
+        tokens = self.tokens.index(step % self.cfg.num_stages)
+        return tokens.slice(0, T, 0).slice(BLOCK * 32, 32, 1).permute((1, 0))
 
     @gluon.jit
     def widened(self, step, row_tile, lut, HALF: gl.constexpr, dot: gl.constexpr):
@@ -109,17 +151,17 @@ class Stages:
 
 
 @gluon.jit
-def producer(x_desc, w_desc, f_desc, stages, problem):
+def producer(x_desc, few_desc, w_desc, f_desc, stages, problem):
     """Role: fill the stages, tile after tile."""
     cfg: gl.constexpr = problem.cfg
-    scheduler = TileScheduler.create(problem)
+    tiles = Tiles.create(problem)
     num_row_tiles = problem.N // 64
     step = 0
-    for t in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
-        tile = scheduler.tile(t)
+    for t in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        tile, width = tiles.tile(t)
         first_tile = tile.expert * num_row_tiles + tile.x // 64
         for k in range(cfg.stages_of_k):
-            stages.fill(x_desc, w_desc, f_desc, step, tile.y, first_tile, k)
+            stages.fill(Sources(x_desc, few_desc, w_desc, f_desc), step, tile, width, first_tile, k)
             step += 1
 
 
@@ -129,16 +171,16 @@ def multiply(accs, stages, step, lut, R: gl.constexpr, HALVES: gl.constexpr, dot
 
     The products of one half are in flight while the next half is widened.
     """
-    cfg: gl.constexpr = stages.cfg
-    row_tiles: gl.constexpr = cfg.row_tiles
+    row_tiles: gl.constexpr = stages.cfg.row_tiles
+    T: gl.constexpr = accs[0].shape[1]
     for i in gl.static_range(HALVES):
         if i % 2 == 0:
             stages.wait(step + i // 2)
         made = ()
         for r in gl.static_range(row_tiles):
             a0, a1 = stages.widened(step + i // 2, R * row_tiles + r, lut, i % 2, dot)
-            acc = warpgroup_mma(a0, stages.tokens_of(step + i // 2, i % 2 * 2), accs[r], is_async=True)
-            acc = warpgroup_mma(a1, stages.tokens_of(step + i // 2, i % 2 * 2 + 1), acc, is_async=True)
+            acc = warpgroup_mma(a0, stages.tokens_of(step + i // 2, i % 2 * 2, T), accs[r], is_async=True)
+            acc = warpgroup_mma(a1, stages.tokens_of(step + i // 2, i % 2 * 2 + 1, T), acc, is_async=True)
             made = made + (acc,)
         if i + 1 < HALVES:
             accs = waited(made, 2 * row_tiles)
@@ -162,35 +204,72 @@ def waited(accs, OUTSTANDING: gl.constexpr):
 
 
 @gluon.jit
-def consumer(stages, lut, epilogue, R: gl.constexpr):
+def consumer(stages, lut, epilogue, quantized, R: gl.constexpr):
     """Role: multiply this consumer's features of every tile, then the epilogue. R: which of the consumers."""
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
-    T: gl.constexpr = cfg.block_y
+    tiles = Tiles.create(problem)
+    buffers = EpilogueBuffers.create(epilogue, cfg)
+    step = 0
+    for t in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        tile, width = tiles.tile(t)
+        if cfg.widths == 1:
+            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y)
+        else:
+            multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R)
+        step += cfg.stages_of_k
+        if cfg.quantized_columns > 0:
+            complete(tile, width, epilogue, quantized, R)
+
+
+@gluon.jit
+def complete(tile, width, epilogue, quantized, R: gl.constexpr):
+    """Quantise the rows of a tile if this consumer's features of them were the last. quantized: values and scales."""
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    own: gl.constexpr = cfg.row_tiles * 64
+    if tile.x + R * own < problem.N:
+        if arrive(epilogue.row_reductions.counters + tile.y, gl.cdiv(problem.N, own)):
+            end = gl.minimum(tile.row_end, tile.y + (cfg.block_y >> width))
+            quantize_rows(epilogue.outputs[0], quantized[0], quantized[1], tile.y, end, cfg)
+
+
+@gluon.jit
+def multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R: gl.constexpr):
+    """Run `multiply_tile` for a width that is known at run time."""
+    block_y: gl.constexpr = stages.cfg.block_y
+    if width == 0:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y)
+    elif width == 1:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 2)
+    elif width == 2:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 4)
+    else:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 8)
+
+
+@gluon.jit
+def multiply_tile(stages, step, lut, tile, buffers, epilogue, R: gl.constexpr, T: gl.constexpr):
+    """Multiply a consumer's features of a tile of T tokens, whose stages begin at `step`, then run the epilogue."""
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
     turn: gl.constexpr = cfg.stages_per_turn
-    full_stages: gl.constexpr = cfg.num_steps // 2
-    num_turns: gl.constexpr = full_stages // turn
     row_tiles: gl.constexpr = cfg.row_tiles
+    num_turns: gl.constexpr = cfg.num_steps // 2 // turn
     rest: gl.constexpr = cfg.num_steps - num_turns * turn * 2  # halves
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 32])
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
-    scheduler = TileScheduler.create(problem)
-    buffers = EpilogueBuffers.create(epilogue, cfg)
-    step = 0
-    for t in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
-        tile = scheduler.tile(t)
-        accs = ()
-        for _r in gl.static_range(row_tiles):
-            accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
-        for _i in range(num_turns):
-            accs = multiply(accs, stages, step, lut, R, turn * 2, dot)
-            step += turn
-        if rest > 0:
-            accs = multiply(accs, stages, step, lut, R, rest, dot)
-            step += (rest + 1) // 2
-        share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
-        if share.x < problem.N:
-            finish(accs, share, buffers, epilogue)
+    accs = ()
+    for _r in gl.static_range(row_tiles):
+        accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
+    for _i in range(num_turns):
+        accs = multiply(accs, stages, step, lut, R, turn * 2, dot)
+        step += turn
+    if rest > 0:
+        accs = multiply(accs, stages, step, lut, R, rest, dot)
+    share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
+    if share.x < problem.N:
+        finish(accs, share, buffers, epilogue)
 
 
 @gluon.constexpr_function
@@ -242,21 +321,22 @@ def by_token(acc):
 @gluon.constexpr_function
 def consumer_registers(cfg):
     """Return the registers a thread of the second consumer and of the producer."""
-    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, 24]
+    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, cfg.producer_registers]
 
 
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
-    cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
+    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, quantized,
+    M, N, K, num_experts, cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
-    x_desc: TMA descriptor of E4M3 tokens [M, K], boxes [block_y, 128]. w_desc: of weights as int32 [2 * tiles, 256],
-    boxes [4, 256], two tiles along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables
-    of `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`;
-    they are flat because a launch takes no descriptor within a tuple.
+    x_desc, few_desc: TMA descriptors of E4M3 tokens [M, K], boxes [block_y, 128] and, if an expert's last tile may be
+    narrower, [block_y / 8, 128], else None. w_desc: of weights as int32 [2 * tiles, 256], boxes [4, 256], two tiles
+    along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables of
+    `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`; they
+    are flat because a launch takes no descriptor within a tuple.
     """
     stages = Stages.create(x_desc, w_desc, f_desc, cfg)
     fence_async_shared()
@@ -267,12 +347,12 @@ def w4a8_kernel(
     role_barrier()
     if cfg.num_consumers == 1:
         gl.warp_specialize([
-            (consumer, (stages, lut, epilogue, 0)),
-            (producer, (x_desc, w_desc, f_desc, stages, problem)),
-        ], [1], [24])  # fmt: skip
+            (consumer, (stages, lut, epilogue, quantized, 0)),
+            (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
+        ], [1], [cfg.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (stages, lut, epilogue, 0)),
-            (consumer, (stages, lut, epilogue, 1)),
-            (producer, (x_desc, w_desc, f_desc, stages, problem)),
+            (consumer, (stages, lut, epilogue, quantized, 0)),
+            (consumer, (stages, lut, epilogue, quantized, 1)),
+            (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
         ], [4, 1], consumer_registers(cfg))  # fmt: skip
