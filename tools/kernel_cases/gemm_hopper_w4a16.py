@@ -12,9 +12,9 @@ from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
 from envoi.ops.gemm.hopper_few.sum import sum_launch
+from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
+from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
 from envoi.ops.gemm.hopper_w4a16 import few, many
-from envoi.ops.gemm.hopper_w4a16.kernel_many import many_kernel
-from envoi.ops.gemm.hopper_w4a16.many_config import many_config
 from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch, without_memory
 from envoi.types import QuantTensor
 from tools.kernel_cases.operands import operands_of
@@ -102,9 +102,10 @@ def _many(case: Case) -> Launch:
     code = lower(ir, BF16, "gluon", False, False, pointers, scattered=to is not None)
     outputs = empty_outputs(ir, output_specs(ir, BF16), rows, N, torch.device("meta"), to)
     tokens, offsets = without_memory((rows, K), BF16), without_memory((NUM_EXPERTS + 1,), INT32)
-    config = many_config(K, rows, NUM_EXPERTS)
+    widened, reduces = "nvfp4" if case.nvfp4 else "bf16", code.partials > 0
+    config = w4a8_config(N, K, rows, NUM_EXPERTS, NUM_SMS, widened=widened, reduces_rows=reduces)
     arguments = many.arguments(tokens, _weights(N, K, case.nvfp4), offsets, code, tensors, outputs, config)
-    return Launch(many_kernel, (NUM_SMS,), arguments, {"num_warps": config.num_warps})
+    return Launch(w4a8_kernel, (NUM_SMS * config.ctas,), arguments, config.options)
 
 
 def _weights(N: int, K: int, nvfp4: bool = False) -> QuantTensor:

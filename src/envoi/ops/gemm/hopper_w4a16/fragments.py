@@ -266,13 +266,12 @@ def each_thread_layout(warps):
 
 
 @gluon.jit
-def to_bf16(words, factors, dot: gl.constexpr):
-    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from each thread's words and factors.
+def to_bf16(x, factors, dot: gl.constexpr):
+    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from its words [warp, half, g, k16, t].
 
     factors: int32, or int64 of NVFP4, whose operand lacks a factor `NVFP4_UP`.
     """
     warps: gl.constexpr = gl.num_warps()
-    x = by_thread(words)
     x = gl.join(gl.join(gl.join(x, x), gl.join(x, x)), gl.join(gl.join(x, x), gl.join(x, x)))
     x = x.permute([0, 1, 2, 5, 3, 6, 4, 7]).reshape([16 * warps, 64])
     x = gl.convert_layout(x, dot, assert_trivial=True)

@@ -35,7 +35,7 @@ from envoi.epilogues.tile_gluon import halves
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler
-from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, Step, Weights, Words, either, is_nvfp4, to_bf16
+from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, Step, Weights, Words, by_thread, either, is_nvfp4, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
@@ -140,7 +140,7 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
                 next_group = gl.where(is_last, 0, g + 1)
                 requested = ()
                 for i in gl.static_range(U):
-                    w = to_bf16(held[i].words, held[i].factors, dot)
+                    w = to_bf16(by_thread(held[i].words), held[i].factors, dot)
                     acc = warpgroup_mma(w, stages.wait(step), acc, is_async=True)
                     wanted = (next_group * U + i < cfg.num_steps).to(gl.int32)
                     got = place.load(i, wanted, ZEROS)

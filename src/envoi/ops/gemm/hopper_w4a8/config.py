@@ -9,8 +9,9 @@ from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 
 TILE = 64  # rows, and elements of K, of a tile of weights
-BLOCK_K = 128  # of a stage: two tiles
-TILE_BYTES = 2048 + 128  # of a tile of weights and its factors
+ROW_BYTES = 128  # of a token in a stage
+WEIGHT_BYTES = 2048  # of a tile
+FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64}  # int32, of a tile's factors, by what weights become
 MAX_STAGES = 8
 REGISTERS = 65536  # of an SM
 PIECE, MOST_COLUMNS = 256, 8192  # columns that a warp loads at once, and of a row that it can hold
@@ -33,6 +34,8 @@ class W4A8Config(SwappedTiles):
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
     memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`). ctas: on an SM.
     widths: of an expert's last tile: 1, or 4, block_y and its half, quarter and eighth (`tile_scheduler`).
+    widened: "e4m3" for MXFP4 and FP8 tokens, "bf16" for MXFP4 and bf16 tokens, "nvfp4" for NVFP4 and bf16 tokens.
+    reduces_rows: an epilogue reduces rows, from shared memory; others work where the products are.
     quantized_columns: of a row that this kernel quantises (`row_scales`), 0: none.
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
     """
@@ -46,14 +49,34 @@ class W4A8Config(SwappedTiles):
     num_consumers: int
     ctas: int
     widths: int = 1
+    widened: str = "e4m3"
+    reduces_rows: bool = False
     quantized_columns: int = 0
     producer_registers: int = 24
     epilogue_tokens: int = 64
     rows_per_consumer: int = TILE  # of one run of the epilogue
-    block_k: int = BLOCK_K
     num_warps: int = 4
     swizzle_rows: int = 8
-    epilogue_in_place = True
+
+    @property
+    def epilogue_in_place(self) -> bool:
+        """Return True if epilogues work on the products where the tensor cores leave them."""
+        return not self.reduces_rows
+
+    @property
+    def steps_per_stage(self) -> int:
+        """Tiles along K of a stage: its rows of tokens have 128 bytes."""
+        return 2 if self.widened == "e4m3" else 1
+
+    @property
+    def block_k(self) -> int:
+        """Elements of K of a stage."""
+        return TILE * self.steps_per_stage
+
+    @property
+    def factor_words(self) -> int:
+        """Words of a tile's factors, int32."""
+        return FACTOR_WORDS[self.widened]
 
     @property
     def registers(self) -> int:
@@ -98,18 +121,23 @@ class W4A8Config(SwappedTiles):
     @property
     def stages_of_k(self) -> int:
         """Stages of a tile of the output; in the last one half may be missing."""
-        return -(-self.num_steps // 2)
+        return -(-self.num_steps // self.steps_per_stage)
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage in shared memory."""
-        return self.block_y * self.block_k + 2 * self.num_row_tiles * TILE_BYTES
+        tile = WEIGHT_BYTES + 4 * self.factor_words
+        return self.block_y * ROW_BYTES + self.steps_per_stage * self.num_row_tiles * tile
 
 
 @cache
-def w4a8_config(N: int, K: int, num_rows: int, num_experts: int, num_sms: int, looks_up: bool = False) -> W4A8Config:
+def w4a8_config(
+    N: int, K: int, num_rows: int, num_experts: int, num_sms: int, looks_up: bool = False, widened: str = "e4m3",
+    reduces_rows: bool = False,
+) -> W4A8Config:  # fmt: skip
     """Return the config that should take the least time for so many rows of all experts."""
-    found = [fitted(config_of(block_y, K, num_experts, looks_up)) for block_y in BLOCKS]
+    form = looks_up, widened, reduces_rows
+    found = [fitted(config_of(block_y, K, num_experts, *form)) for block_y in BLOCKS]
     return min(found, key=lambda config: predicted_tiles(config, N, num_rows, num_experts, num_sms))
 
 
@@ -133,7 +161,9 @@ def _cost_of(rows: int, config: W4A8Config) -> float:
     return whole * TOKEN_TILES[config.block_y] + (TOKEN_TILES[last] if last else 0.0)
 
 
-def config_of(block_y: int, K: int, num_experts: int, looks_up: bool = False) -> W4A8Config:
+def config_of(
+    block_y: int, K: int, num_experts: int, looks_up: bool = False, widened: str = "e4m3", reduces_rows: bool = False
+) -> W4A8Config:
     """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
     widths = 4 if block_y >= WITH_TAILS and num_experts <= MOST_WIDE_EXPERTS else 1
     ctas = 3 if block_y == 16 else 2
@@ -141,7 +171,7 @@ def config_of(block_y: int, K: int, num_experts: int, looks_up: bool = False) ->
     registers = 24 + max(0, next_power_of_2(num_experts) // 32 - 4) * 4
     return W4A8Config(
         block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=ctas, widths=widths,
-        producer_registers=min(registers, MOST_PRODUCER),
+        producer_registers=min(registers, MOST_PRODUCER), widened=widened, reduces_rows=reduces_rows,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from envoi.epilogues.outputs import (
 )
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
-from envoi.ops.gemm.hopper_w4a8.config import BLOCK_K, MOST_COLUMNS, TILE, W4A8Config, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import ROW_BYTES, MOST_COLUMNS, TILE, W4A8Config, w4a8_config
 from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
@@ -130,9 +130,9 @@ def arguments(
     words = b.values.flatten().view(torch.int32).view(-1, 256)
     factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
     tokens = tma_ready(a.values)
-    few = descriptor(tokens, config.block_y // 8, BLOCK_K) if config.widths > 1 else None
+    few = descriptor(tokens, config.block_y // 8, ROW_BYTES) if config.widths > 1 else None
     return (
-        descriptor(tokens, config.block_y, BLOCK_K), few,
+        descriptor(tokens, config.block_y, ROW_BYTES), few,
         unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32),
         tables_on(a.device) if config.looks_up else None,
         operands or (0,), as_stored(outputs), offsets, nothing, counters, rows, M, N, K, E, config, code,

@@ -30,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.tile_gluon import halves
 from envoi.ops.gemm.hopper.problem import Problem
-from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile
+from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
+from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
 from envoi.ops.gemm.hopper_w4a8.row_scales import quantize_rows
 from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
-from envoi.ops.gemm.hopper_w4a8.widening import operands, pairs_layout, words_layout
+from envoi.ops.gemm.hopper_w4a8.widening import by_block, operands, pairs_layout, words_layout, words_of_pairs
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.sync import arrive
@@ -93,7 +94,7 @@ class Stages:
             self.fill_by_width(descs, stage, tile.y, k_stage, width)
         num_row_tiles: gl.constexpr = cfg.num_row_tiles
         for r in gl.static_range(num_row_tiles):
-            row_tile = (first_tile + r) * cfg.num_steps + k_stage * 2
+            row_tile = (first_tile + r) * cfg.num_steps + k_stage * cfg.steps_per_stage
             slot = stage * num_row_tiles + r
             tma_load(descs.words, [row_tile * 2, 0], self.full.index(stage), self.words.index(slot))
             tma_load(descs.factors, [row_tile, 0], self.full.index(stage), self.factors.index(slot))
@@ -118,12 +119,12 @@ class Stages:
         weight_bytes: gl.constexpr = (descs.words.block_type.nbytes + descs.factors.block_type.nbytes) * num_row_tiles
         mbarrier.expect(full, (descs.tokens.block_type.nbytes >> WIDTH) + weight_bytes)
         if WIDTH == 0:
-            tma_load(descs.tokens, [token, k_stage * 128], full, self.tokens.index(stage))
+            tma_load(descs.tokens, [token, k_stage * self.cfg.block_k], full, self.tokens.index(stage))
         else:
             box: gl.constexpr = descs.few_tokens.block_type.shape[0]
             for i in gl.static_range(8 >> WIDTH):
                 to = self.tokens.index(stage).slice(i * box, box, 0)
-                tma_load(descs.few_tokens, [token + i * box, k_stage * 128], full, to)
+                tma_load(descs.few_tokens, [token + i * box, k_stage * self.cfg.block_k], full, to)
 
     @gluon.jit
     def wait(self, step):
@@ -131,18 +132,25 @@ class Stages:
         mbarrier.wait(self.full.index(step % self.cfg.num_stages), (step // self.cfg.num_stages) & 1)
 
     @gluon.jit
-    def tokens_of(self, step, BLOCK: gl.constexpr, T: gl.constexpr):
-        """Consumer: return the first T tokens of 32 of K, [32, T]."""
+    def tokens_of(self, step, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
+        """Consumer: return the first T tokens of COUNT elements of K from FIRST on, [COUNT, T]."""
         tokens = self.tokens.index(step % self.cfg.num_stages)
-        return tokens.slice(0, T, 0).slice(BLOCK * 32, 32, 1).permute((1, 0))
+        return tokens.slice(0, T, 0).slice(FIRST, COUNT, 1).permute((1, 0))
 
     @gluon.jit
-    def widened(self, step, row_tile, lut, HALF: gl.constexpr, dot: gl.constexpr):
-        """Consumer: return the operands of a tile: half HALF of a stage, one of its row tiles."""
+    def multiply(self, step, row_tile, acc, lut, PART: gl.constexpr, dot: gl.constexpr):
+        """Consumer: widen a tile of weights, part PART of a stage along K, and start its products with the tokens."""
+        T: gl.constexpr = acc.shape[1]
         slot = step % self.cfg.num_stages * self.cfg.num_row_tiles + row_tile
-        words = self.words.index(slot).slice(2 * HALF, 2, 0).load(words_layout)
-        factors = self.factors.index(slot).slice(HALF, 1, 0).load(pairs_layout).reshape([32])
-        return operands(words, factors, lut, self.cfg.looks_up, dot)
+        words = self.words.index(slot).slice(2 * PART, 2, 0).load(words_layout)
+        factors = self.factors.index(slot).slice(PART, 1, 0)
+        if self.cfg.widened == "e4m3":
+            a0, a1 = operands(words, factors.load(pairs_layout).reshape([32]), lut, self.cfg.looks_up, dot)
+            acc = warpgroup_mma(a0, self.tokens_of(step, PART * 64, 32, T), acc, is_async=True)
+            return warpgroup_mma(a1, self.tokens_of(step, PART * 64 + 32, 32, T), acc, is_async=True)
+        else:
+            w = to_bf16(by_block(words), words_of_pairs(factors, self.cfg.factor_words), dot)
+            return warpgroup_mma(w, self.tokens_of(step, 0, 64, T), acc, is_async=True)
 
     @gluon.jit
     def release(self, step):
@@ -166,31 +174,25 @@ def producer(x_desc, few_desc, w_desc, f_desc, stages, problem):
 
 
 @gluon.jit
-def multiply(accs, stages, step, lut, R: gl.constexpr, HALVES: gl.constexpr, dot: gl.constexpr):
-    """Return the accumulators of a consumer's row tiles plus the products of HALVES times 64 of K, from `step` on.
+def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot: gl.constexpr):
+    """Return the accumulators of a consumer's row tiles plus the products of STEPS times 64 of K, from `step` on.
 
-    The products of one half are in flight while the next half is widened.
+    The products of one step are in flight while the next one is widened.
     """
     row_tiles: gl.constexpr = stages.cfg.row_tiles
-    T: gl.constexpr = accs[0].shape[1]
-    for i in gl.static_range(HALVES):
-        if i % 2 == 0:
-            stages.wait(step + i // 2)
+    each: gl.constexpr = stages.cfg.steps_per_stage
+    in_flight: gl.constexpr = row_tiles * each  # products of a step: of FP8 two for each row tile
+    for i in gl.static_range(STEPS):
+        if i % each == 0:
+            stages.wait(step + i // each)
         made = ()
         for r in gl.static_range(row_tiles):
-            a0, a1 = stages.widened(step + i // 2, R * row_tiles + r, lut, i % 2, dot)
-            acc = warpgroup_mma(a0, stages.tokens_of(step + i // 2, i % 2 * 2, T), accs[r], is_async=True)
-            acc = warpgroup_mma(a1, stages.tokens_of(step + i // 2, i % 2 * 2 + 1, T), acc, is_async=True)
+            acc = stages.multiply(step + i // each, R * row_tiles + r, accs[r], lut, i % each, dot)
             made = made + (acc,)
-        if i + 1 < HALVES:
-            accs = waited(made, 2 * row_tiles)
-            if i > 0 and i % 2 == 0:
-                stages.release(step + i // 2 - 1)
-        else:
-            accs = waited(made, 0)
-            if i > 0 and i % 2 == 0:
-                stages.release(step + i // 2 - 1)
-            stages.release(step + i // 2)
+        accs = waited(made, in_flight if i + 1 < STEPS else 0)
+        if i > 0 and i % each == 0:
+            stages.release(step + i // each - 1)
+    stages.release(step + (STEPS - 1) // each)
     return accs
 
 
@@ -253,23 +255,48 @@ def multiply_tile(stages, step, lut, tile, buffers, epilogue, R: gl.constexpr, T
     """Multiply a consumer's features of a tile of T tokens, whose stages begin at `step`, then run the epilogue."""
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
-    turn: gl.constexpr = cfg.stages_per_turn
     row_tiles: gl.constexpr = cfg.row_tiles
-    num_turns: gl.constexpr = cfg.num_steps // 2 // turn
-    rest: gl.constexpr = cfg.num_steps - num_turns * turn * 2  # halves
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 32])
-    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    turn: gl.constexpr = cfg.stages_per_turn * cfg.steps_per_stage  # steps
+    num_turns: gl.constexpr = cfg.num_steps // turn
+    rest: gl.constexpr = cfg.num_steps - num_turns * turn
+    k: gl.constexpr = 16 * cfg.steps_per_stage  # of an instruction
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, k])
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2 * cfg.steps_per_stage)
     accs = ()
     for _r in gl.static_range(row_tiles):
         accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
     for _i in range(num_turns):
-        accs = multiply(accs, stages, step, lut, R, turn * 2, dot)
-        step += turn
+        accs = multiply(accs, stages, step, lut, R, turn, dot)
+        step += cfg.stages_per_turn
     if rest > 0:
         accs = multiply(accs, stages, step, lut, R, rest, dot)
     share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
     if share.x < problem.N:
-        finish(accs, share, buffers, epilogue)
+        if cfg.widened == "nvfp4":
+            accs = times(accs, NVFP4_UP)
+        if cfg.reduces_rows:
+            finish_rows(accs, share, buffers, epilogue)
+        else:
+            finish(accs, share, buffers, epilogue)
+
+
+@gluon.jit
+def times(accs, factor: gl.constexpr):
+    """Return the accumulators times a factor."""
+    scaled = ()
+    for r in gl.static_range(len(accs)):
+        scaled = scaled + (accs[r] * factor,)
+    return scaled
+
+
+@gluon.jit
+def finish_rows(accs, tile, buffers, epilogue):
+    """Run an epilogue that reduces rows, through shared memory. tile: the first corner."""
+    for r in gl.static_range(len(accs)):
+        x = tile.x + r * 64
+        if x < epilogue.problem.N:
+            acc = gl.permute(by_token(accs[r]), (1, 0))
+            run_epilogue(acc, Tile(x, tile.y, tile.row_end, tile.expert), 0, False, 0, buffers, epilogue)
 
 
 @gluon.constexpr_function

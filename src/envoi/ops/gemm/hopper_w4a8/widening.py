@@ -21,6 +21,10 @@ words_layout = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))  
 pairs_layout = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [1, 32])
 )
+# int32 [1, 64]: a thread has both words of its pair.
+two_words_layout = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1]], [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]], [], [1, 64])
+)
 
 
 @gluon.jit
@@ -46,12 +50,28 @@ def by_row(first, second, dot: gl.constexpr):
 
 
 @gluon.jit
+def by_block(words):
+    """Return a tile's words [2, 256] as [warp, half, g, k16, t]."""
+    return words.reshape([4, 8, 4, 2, 2]).permute([0, 4, 1, 3, 2])
+
+
+@gluon.jit
+def words_of_pairs(factors, WORDS: gl.constexpr):
+    """Load the factors [1, WORDS] of a tile's pairs of rows: int32 [32], or int64 where a pair has two words."""
+    if WORDS == 32:
+        return factors.load(pairs_layout).reshape([32])
+    else:
+        low, high = gl.split(factors.load(two_words_layout).reshape([32, 2]))
+        return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+
+
+@gluon.jit
 def operands(words, factors, lut, LOOKS_UP: gl.constexpr, dot: gl.constexpr):
     """Return a tile's two operands, E4M3 [64, 32] of block 0 and of block 1.
 
     words: int32 [2, 256] in `words_layout`. factors: int32 [32], a word for each pair of rows.
     """
-    x = words.reshape([4, 8, 4, 2, 2]).permute([0, 4, 1, 3, 2]).reshape([4, 2, 8, 2, 4, 1])
+    x = by_block(words).reshape([4, 2, 8, 2, 4, 1])
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([64, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
     low00, high00 = tables_of(factors & 0xFF, lut, LOOKS_UP)
