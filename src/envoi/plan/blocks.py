@@ -70,7 +70,7 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     if layer.format == W4A8 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
         from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
 
-        config = w4a8_config(nk[1], layer.num_rows, layer.num_local_experts)
+        config = w4a8_config(*nk, layer.num_rows, layer.num_local_experts, machine.num_sms)
         return _counted(layer, nk, config.block_y, config.block_x, config.block_k, config.num_stages)
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())

@@ -14,7 +14,7 @@ WEIGHT_BYTES = 2048  # of a tile
 FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64}  # int32, of a tile's factors, by what weights become
 MAX_STAGES = 8
 REGISTERS = 65536  # of an SM
-PIECE, MOST_COLUMNS = 256, 8192  # columns that a warp loads at once, and of a row that it can hold
+PIECE, MOST_COLUMNS = 256, 7168  # columns that a warp loads at once, and of a row that it can hold
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
 MOST_WIDE_EXPERTS = 512  # beyond, every tile has the same width
 # How long 128 features of a tile of so many tokens take beside those of 64: notes/2026-11-fp8-fp4.md.

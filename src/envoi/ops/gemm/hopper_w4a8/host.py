@@ -19,7 +19,7 @@ from envoi.epilogues.outputs import (
 )
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
-from envoi.ops.gemm.hopper_w4a8.config import ROW_BYTES, MOST_COLUMNS, TILE, W4A8Config, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import MOST_COLUMNS, ROW_BYTES, TILE, W4A8Config, w4a8_config
 from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
@@ -62,10 +62,10 @@ def why_not_quantised(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     """Return why `run_quantised` can't run this; "" if it can."""
     if why := why_not_w4a8(a, b, ir, grouping):
         return why
-    (spec,) = output_specs(ir, torch.bfloat16) if len(ir.outputs) == 1 else (None,)
-    if spec is None or spec.kind != "tile" or spec.dtype != torch.bfloat16:
+    specs = output_specs(ir, torch.bfloat16)
+    if [(spec.kind, spec.dtype) for spec in specs] != [("tile", torch.bfloat16)]:
         return "an output that isn't rows in bf16"
-    width = b.shape[-2] // spec.columns
+    width = b.shape[-2] // specs[0].columns
     if width > MOST_COLUMNS:
         return f"rows of {width} columns"
     return ""
@@ -75,7 +75,7 @@ def run_quantised(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, operands: dict, grouping: Grouping,
     config: W4A8Config | None = None,
 ) -> QuantTensor:  # fmt: skip
-    """Return the rows [M, N / 2 or N] that `run` returns in bf16 as FP8 with a scale a row; same bits as quantised after.
+    """Return the rows that `run` returns in bf16 as FP8 with a scale each, with the bits of a kernel after it.
 
     Rows of no expert aren't written.
     """

@@ -32,10 +32,10 @@ from envoi.epilogues.tile_gluon import halves
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
-from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
 from envoi.ops.gemm.hopper_w4a8.row_scales import quantize_rows
 from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
 from envoi.ops.gemm.hopper_w4a8.widening import by_block, operands, pairs_layout, words_layout, words_of_pairs
+from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.sync import arrive

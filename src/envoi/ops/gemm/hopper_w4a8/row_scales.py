@@ -43,7 +43,7 @@ def quantize_rows(hidden, values, scales, m, m_end, cfg: gl.constexpr):
         for i in gl.static_range(len(pieces)):
             at, inside = place(rows, m_end, columns, pieces[i][0], pieces[i][1], layout)
             x = gl.load(hidden + at, mask=inside, other=0.0, cache_modifier=".cg")
-            held = held + (x,)
+            held += (x,)
         for i in gl.static_range(len(pieces)):
             # As integers, magnitudes compare as they do as numbers, and NaN is above all.
             bits = held[i].to(gl.int16, bitcast=True).to(gl.int32) & 0x7FFF
