@@ -66,7 +66,7 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     if few is not None:
         return few
     if layer.format in W4A16 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
-        return _w4a16(layer, nk)
+        return _w4a16(layer, machine, nk)
     if layer.format == W4A8 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
         from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
 
@@ -122,19 +122,20 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
     return replace(tile, shared_evenly=True, gathers=nk == layer.l1_nk)
 
 
-def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
+def _w4a16(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
     """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4, and
     not across ranks."""
     from envoi.ops.gemm.hopper_w4a16.few import MOST_ROWS
     from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
-    from envoi.ops.gemm.hopper_w4a16.many_config import many_config
+    from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
     takes_few = layer.format == "mxfp4" and layer.num_gpus == 1
     if takes_few and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
         tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
         return replace(tile, shared_evenly=True)
-    many = many_config(nk[1], layer.num_rows, layer.num_local_experts)
+    widened = "nvfp4" if layer.format == "nvfp4" else "bf16"
+    many = w4a8_config(*nk, layer.num_rows, layer.num_local_experts, machine.num_sms, widened=widened)
     return _counted(layer, nk, many.block_y, many.block_x, many.block_k, many.num_stages)
 
 
