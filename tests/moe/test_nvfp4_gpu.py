@@ -9,8 +9,8 @@ import torch
 
 from envoi.epilogues.library import store
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.ops.gemm.hopper_w4a8.config import BLOCKS, config_of, fitted
+from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.layer import few_layer, run_layer
 from envoi.quant import dequantize

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from envoi.ops.gemm.hopper_mx import config as hopper_mx
-from envoi.ops.gemm.hopper_w4a16 import few as few_tokens
 from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
+from envoi.ops.gemm.hopper_w4a16 import few as few_tokens
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.machines import H200, MACHINES, machine_of
 from envoi.quant.formats import FORMATS

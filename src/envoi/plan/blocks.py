@@ -125,9 +125,9 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
 def _w4a16(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
     """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4, and
     not across ranks."""
+    from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
     from envoi.ops.gemm.hopper_w4a16.few import MOST_ROWS
     from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
-    from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
     takes_few = layer.format == "mxfp4" and layer.num_gpus == 1
