@@ -1,7 +1,6 @@
 """The kernel for MXFP4 weights and FP8 tokens, as far as no GPU is needed: the PTX that widens, configs, limits."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ import torch
 from envoi.epilogues.library import expert_l1, expert_l2, store
 from envoi.ops.gemm.grouping import ALL_ROWS, EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8 import host
-from envoi.ops.gemm.hopper_w4a8.config import MOST_COLUMNS, w4a8_config
-from envoi.ops.gemm.hopper_w4a8.row_scales import pieces_of
+from envoi.ops.gemm.hopper_w4a8.config import BLOCKS, config_of, w4a8_config
 from envoi.ops.gemm.hopper_w4a8.widening import HIGH, HIGH_OF_0, LOW, LOW_OF_0, WIDEN
 from envoi.quant import quantize
 from envoi.quant.fp8_fragments import LEAST_COMPUTED, NAN_INDEX, e4m3_tables, to_fp8_fragments
@@ -62,35 +60,28 @@ def test_configs_fit(K, rows, looks_up, widened):
     assert (config.looks_up, config.widened) == (looks_up, widened)
 
 
+def chosen(rows: int, experts: int = 64, N: int = 4096, widened: str = "e4m3"):
+    return w4a8_config(N, 2048, experts * rows, experts, 132, widened=widened)
+
+
 def test_tiles_as_wide_as_experts_have_rows():
-    assert [w4a8_config(4096, 2048, 64 * rows, 64, 132).block_y for rows in (2, 8, 100, 512)] == [16, 16, 128, 128]
-    # Full tiles of 64 would be taken twice by half of the experts, tiles of 128 are half empty: a narrower one follows.
-    assert w4a8_config(4096, 2048, 64 * 64, 64, 132).sizes in ((64, 32, 16, 8), (128, 64, 32, 16))
-    assert all(w4a8_config(4096, 2048, 4096, E, 132).widths in (1, 4) for E in (1, 8, 128, 512))
+    assert [chosen(rows).block_y for rows in (2, 12, 90, 1024)] == [16, 16, 128, 256]
+    assert [chosen(rows, widened="bf16").block_y for rows in (2, 12, 64, 1024)] == [16, 16, 128, 256]
+
+
+def test_a_narrower_last_tile_has_a_cost():
+    for widened in ("e4m3", "bf16", "nvfp4"):
+        for block_y in BLOCKS:
+            config = config_of(block_y, 2048, 64, widened=widened)
+            narrower = {block_y >> width for width in range(config.widths)}
+            assert set(config.costs) == narrower
+            # Narrower ones take less time, or they would be for nothing.
+            assert all(config.costs[size] < config.costs[block_y] for size in narrower - {block_y})
 
 
 def test_few_tiles_are_narrow_enough_for_all_multiprocessors():
     # 8 experts with 64 rows and 12 tiles of features: 96 tiles, fewer than multiprocessors.
-    assert w4a8_config(1536, 2048, 8 * 64, 8, 132).block_y <= 64
-
-
-@pytest.mark.parametrize("columns", [32, 64, 256, 320, 768, 1536, 2048, 2880, 7168, MOST_COLUMNS])
-def test_pieces_of_a_row(columns):
-    pieces = pieces_of.fn(columns)
-    assert pieces[0][0] == 0
-    assert all(first + size == after for (first, size), (after, _) in pairwise(pieces))
-    assert columns <= sum(pieces[-1]) < columns + 256
-    assert all(size & (size - 1) == 0 for _, size in pieces)
-
-
-def test_rows_that_l1_can_quantise():
-    tokens, b = quantize(torch.randn(4, 192), "fp8_row"), weights()
-    assert host.why_not_quantised(tokens, b, expert_l1("swiglu", None, True, None).ir, EXPERTS_ROWS) == ""
-    in_mx = expert_l1("swiglu", None, True, "mxfp8").ir
-    assert host.why_not_quantised(tokens, b, in_mx, EXPERTS_ROWS) == "an output that isn't rows in bf16"
-    wide = weights(rows=2 * MOST_COLUMNS + 128, columns=64)
-    l1, tokens = expert_l1("swiglu", None, True, None).ir, quantize(torch.randn(4, 64), "fp8_row")
-    assert host.why_not_quantised(tokens, wide, l1, EXPERTS_ROWS) == f"rows of {MOST_COLUMNS + 64} columns"
+    assert chosen(64, experts=8, N=1536).block_y <= 64
 
 
 def weights(rows=128, columns=192):

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.epilogues.library import expert_l1, expert_l2, store
+from envoi.epilogues.library import expert_l2, store
 from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8 import host
-from envoi.ops.gemm.hopper_w4a8.config import BLOCKS, MOST_COLUMNS, W4A8Config, config_of, fitted
+from envoi.ops.gemm.hopper_w4a8.config import BLOCKS, W4A8Config, config_of, fitted
 from envoi.ops.moe import moe
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.permute import gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant import dequantize, quantize
 from envoi.quant.formats import SCHEMES
 from envoi.quant.fp8_fragments import LEAST_SHIFT, ORDER, SPREAD, to_fp8_fragments
@@ -81,28 +81,6 @@ def test_every_tile_has_the_same_bits(block_y, looks_up):
     counts, N, K = EDGES, 320, 704
     config = fitted(config_of(block_y, K, len(counts), looks_up))
     assert_same_bits(products(counts, N, K, SPREAD - NEAR, config), products(counts, N, K, SPREAD - NEAR))
-
-
-@pytest.mark.parametrize("block_y", BLOCKS)
-@pytest.mark.parametrize(("N", "K"), [(128, 192), (1408, 704), (5760, 320), (2 * MOST_COLUMNS, 64)])
-@pytest.mark.parametrize("counts", [[3, 0, 17, 64], EDGES])
-def test_l1_quantises_to_the_bits_of_a_kernel_after_it(counts, N, K, block_y):
-    E, total, l1 = len(counts), sum(counts), expert_l1("swiglu_oai", 7.0, True, None, has_scale=True).ir
-    packed, x = to_fp8_fragments(random_weights(E, N, K, 2)), torch.randn(total + 5, K, device="cuda")
-    x[0, 3] = torch.nan
-    tokens = quantize(x, "fp8_row")
-    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(torch.int32)
-    operands = {
-        "scale": packed.scale, "bias": torch.randn(E, N, device="cuda"), "weight": torch.rand(total + 5, device="cuda"),
-    }  # fmt: skip
-    config = fitted(config_of(block_y, K, E))
-    given = tokens, packed, offsets, l1
-    (rows,) = host.run(*given, torch.bfloat16, operands, EXPERTS_ROWS, config)
-    want = quantize_rows(rows, offsets, SCHEMES["fp8_row"])
-    for _ in range(10):  # counters are 0 again after each
-        got = host.run_quantised(*given, operands, EXPERTS_ROWS, config)
-        assert torch.equal(got.values[:total].view(torch.uint8), want.values[:total].view(torch.uint8))
-        assert torch.equal(got.sf[:total].nan_to_num(7.0), want.sf[:total].nan_to_num(7.0))
 
 
 def outputs(layer: Layer) -> torch.Tensor:
@@ -192,8 +170,5 @@ def test_what_runs_is_what_was_counted(case):
         to = room.data_ptr() + torch.arange(P, device="cuda") * N * room.itemsize
     grouping, seen = replace(EXPERTS_ROWS, to=to), {}
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
-        if case.kind == "quantised":
-            host.run_quantised(tokens, packed, offsets, case.epilogue.ir, operands, grouping)
-        else:
-            host.run(tokens, packed, offsets, case.epilogue.ir, torch.bfloat16, operands, grouping)
+        host.run(tokens, packed, offsets, case.epilogue.ir, torch.bfloat16, operands, grouping)
     assert_same_code(case.title, cases.launch_of(case), seen)

@@ -3,7 +3,7 @@
 2880/2880, 32 experts, top-4, biases.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,8 +28,7 @@ ACTIVATION, LIMIT = "swiglu_oai", 7.0
 class Case:
     """One launch of the layer for so many tokens.
 
-    kind: "l1", "quantised", which is L1 that quantises its rows, "l2", or "sent", which is L2 whose rows go to other
-    places. looks_up: shifts are far apart. num_experts: with their rows the tiles' widths change.
+    kind: "l1", "l2", or "sent", which is L2 whose rows go to other places. looks_up: shifts are far apart. num_experts: with their rows the tiles' widths change.
     """
 
     name: str
@@ -44,19 +43,14 @@ class Case:
         return f"w4a8-{self.name}"
 
     @property
-    def is_l1(self) -> bool:
-        """Return True for the first GEMM."""
-        return self.kind in ("l1", "quantised")
-
-    @property
     def sizes(self) -> tuple[int, int]:
         """Rows and columns of the weights, N and K."""
-        return (2 * INTERMEDIATE, HIDDEN) if self.is_l1 else (HIDDEN, INTERMEDIATE)
+        return (2 * INTERMEDIATE, HIDDEN) if self.kind == "l1" else (HIDDEN, INTERMEDIATE)
 
     @property
     def epilogue(self) -> Epilogue:
         """Epilogue of the GEMM."""
-        if self.is_l1:
+        if self.kind == "l1":
             return expert_l1(ACTIVATION, LIMIT, True, None, has_scale=True)
         return expert_l2(True, True)
 
@@ -69,11 +63,6 @@ CASES = (
     Case("l1", "l1", 4096),
     Case("l2", "l2", 4096),
     Case("sent", "sent", 4096),
-    Case("quantised-16", "quantised", 16),
-    Case("quantised", "quantised", 4096),
-    Case("quantised-128-experts", "quantised", 8192, num_experts=128),
-    Case("quantised-256-experts", "quantised", 65536, num_experts=256),
-    Case("sent-256-experts", "sent", 65536, num_experts=256),
     Case("l1-512-experts", "l1", 65536, num_experts=512),
     Case("l1-tables", "l1", 4096, looks_up=True),
 )
@@ -88,10 +77,8 @@ def launch_of(case: Case) -> Launch:
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers, scattered=to is not None)
     outputs = empty_outputs(ir, output_specs(ir, torch.bfloat16), rows, N, torch.device("meta"), to)
     offsets = without_memory((E + 1,), torch.int32)
-    config, quantised = w4a8_config(N, K, rows, E, NUM_SMS, case.looks_up), None
-    if case.kind == "quantised":
-        config, quantised = replace(config, quantized_columns=INTERMEDIATE), _rows(rows, INTERMEDIATE)
-    given = _rows(rows, K), _weights(E, N, K), offsets, code, tensors, outputs, config, quantised
+    config = w4a8_config(N, K, rows, E, NUM_SMS, case.looks_up)
+    given = _rows(rows, K), _weights(E, N, K), offsets, code, tensors, outputs, config
     return Launch(w4a8_kernel, (NUM_SMS * config.ctas,), host.arguments(*given), config.options)
 
 

@@ -46,22 +46,6 @@ def quantizes_in_l1(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR, gr
     return pairs.quantizes_in_pairs(rows, weights, in_pairs, in_bf16, grouping)
 
 
-def run_quantised(
-    rows: Matrix, weights: Matrix, offsets: torch.Tensor, ir: IR, operands: dict, grouping: Grouping
-) -> QuantTensor | None:
-    """Return the rows of a grouped GEMM whose output is bf16, quantised by its kernel with a scale each, or None.
-
-    None where no kernel does both; the bits are those of a kernel that quantises afterwards.
-    """
-    from envoi.ops.gemm.hopper_w4a8 import host as w4a8
-
-    if not isinstance(rows, QuantTensor) or not isinstance(weights, QuantTensor):
-        return None
-    if w4a8.why_not_quantised(rows, weights, ir, grouping):
-        return None
-    return w4a8.run_quantised(rows, weights, offsets, ir, operands, grouping)
-
-
 def _run_fragments(
     a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping,

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from envoi.epilogues.api import Epilogue
-from envoi.ops.gemm.backend import quantizes_in_l1, run_kernels, run_quantised
+from envoi.ops.gemm.backend import quantizes_in_l1, run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
@@ -47,14 +47,11 @@ def run_l1(
     """
     operands = l1_operands(experts, weights)
     in_tile, in_pairs = l1_epilogues(experts)
-    epilogue, scheme = in_tile, format_named(experts.format).activations
+    epilogue = in_tile
     if in_pairs is not None and quantizes_in_l1(rows, experts.gate_up, in_pairs.ir, in_tile.ir, grouping):
         epilogue = in_pairs
-    elif scheme is not None and scheme.group[1] == 0:
-        quantised = run_quantised(rows, experts.gate_up, offsets, in_tile.ir, operands, grouping)
-        if quantised is not None:
-            return quantised
     hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, epilogue, operands, grouping)
+    scheme = format_named(experts.format).activations
     if scheme is not None and isinstance(hidden, torch.Tensor):
         hidden = quantize_rows(hidden, offsets, scheme)
     return hidden

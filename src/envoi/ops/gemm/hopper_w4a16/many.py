@@ -88,5 +88,5 @@ def arguments(
     return (
         descriptor(tokens, config.block_y, TILE), few, unswizzled_descriptor(words, 2, 256),
         unswizzled_descriptor(factors, 1, config.factor_words), None, operands or (0,), as_stored(outputs), offsets,
-        parts, count, None, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
+        parts, count, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip

@@ -14,16 +14,22 @@ WEIGHT_BYTES = 2048  # of a tile
 FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64}  # int32, of a tile's factors, by what weights become
 MAX_STAGES = 8
 REGISTERS = 65536  # of an SM
-PIECE, MOST_COLUMNS = 256, 7168  # columns that a warp loads at once, and of a row that it can hold
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
-MOST_WIDE_EXPERTS = 512  # beyond, every tile has the same width
-# How long 128 features of a tile of so many tokens take beside those of 64: notes/2026-11-fp8-fp4.md.
-TOKEN_TILES = {8: 0.72, 16: 0.75, 32: 0.81, 64: 1.0, 128: 1.38}
-BLOCKS = (16, 32, 64, 128)  # tokens of an expert's tiles but its last one
-WITH_TAILS = 64  # from so many tokens on the last tile may be narrower
-# Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
-MOST_PRODUCER = 72  # registers of a thread of the producer
+# Tokens of tiles, and how long 128 features of one keep a multiprocessor, relative to those of 128 tokens:
+# notes/2026-11-fp8-fp4.md. Widening takes as long for few tokens as for many; products of bf16 take twice those of FP8.
+BLOCKS = (16, 32, 64, 128, 256)
+COSTS = {
+    "e4m3": {16: 0.54, 32: 0.59, 64: 0.72, 128: 1.0, 256: 1.88},
+    "bf16": {16: 0.56, 32: 0.62, 64: 0.78, 128: 1.0, 256: 1.78},
+}
+# Of a last tile that is narrower, by the tokens of the whole ones.
+NARROW = {
+    "e4m3": {256: {128: 1.07, 64: 1.0, 32: 0.9}},
+    "bf16": {128: {64: 0.84, 32: 0.62, 16: 0.6}, 256: {128: 1.11, 64: 0.8, 32: 0.7}},
+}
 THREE_CTAS = 0.91  # of the time of tiles with two CTAs on a multiprocessor, in tiles of 16
+MOST_PRODUCER = 72  # registers of a thread of the producer
+# Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
 DRAWS = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
 
 
@@ -36,7 +42,7 @@ class W4A8Config(SwappedTiles):
     widths: of an expert's last tile: 1, or 4, block_y and its half, quarter and eighth (`tile_scheduler`).
     widened: "e4m3" for MXFP4 and FP8 tokens, "bf16" for MXFP4 and bf16 tokens, "nvfp4" for NVFP4 and bf16 tokens.
     reduces_rows: an epilogue reduces rows, from shared memory; others work where the products are.
-    quantized_columns: of a row that this kernel quantises (`row_scales`), 0: none.
+    max_experts: length of vectors over the experts, a power of two.
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
     """
 
@@ -51,8 +57,7 @@ class W4A8Config(SwappedTiles):
     widths: int = 1
     widened: str = "e4m3"
     reduces_rows: bool = False
-    quantized_columns: int = 0
-    producer_registers: int = 24
+    max_experts: int = 32
     epilogue_tokens: int = 64
     rows_per_consumer: int = TILE  # of one run of the epilogue
     num_warps: int = 4
@@ -89,19 +94,22 @@ class W4A8Config(SwappedTiles):
         return (self.registers * 3 - self.producer_registers) // 2 // 8 * 8
 
     @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the producer, which in the beginning holds numbers of all experts."""
+        return min(MOST_PRODUCER, 24 + max(0, self.max_experts // 32 - 4) * 4)
+
+    @property
     def options(self) -> dict[str, int]:
         """Options of the launch."""
         return {"num_warps": self.num_warps, **({"maxnreg": self.registers} if self.ctas > 1 else {})}
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Tokens of tiles, the widest first."""
-        return tuple(self.block_y >> width for width in range(self.widths))
-
-    @property
-    def rows_of_warp(self) -> int:
-        """Rows that a warp quantises at a time: as many as registers hold."""
-        return 2 if self.quantized_columns <= 4096 else 1
+    def costs(self) -> dict[int, float]:
+        """Time of a tile of 128 features by its tokens: of whole ones, and of an expert's narrower last one."""
+        kind = "e4m3" if self.widened == "e4m3" else "bf16"
+        narrow = NARROW[kind].get(self.block_y, {}) if self.widths > 1 else {}
+        pace = THREE_CTAS if self.ctas == 3 else 1.0
+        return {self.block_y: pace * COSTS[kind][self.block_y], **narrow}
 
     @property
     def block_x(self) -> int:
@@ -142,41 +150,43 @@ def w4a8_config(
 
 
 def predicted_tiles(config: W4A8Config, N: int, num_rows: int, num_experts: int, num_sms: int) -> float:
-    """Return how many tiles of 64 tokens, about, a CTA computes while another one does on its multiprocessor.
+    """Return how long a multiprocessor computes, in tiles of 128 features and 128 tokens.
 
     For ranking configs. Experts' rows differ as with routing at random; CTAs end within half of a last tile.
     """
     rows = num_rows / max(1, num_experts)
     drawn = [max(1, round(rows + z * rows**0.5)) for z in DRAWS]
-    pace = THREE_CTAS if config.ctas == 3 else 1.0
-    costs = [TOKEN_TILES[size] for size in config.sizes]
-    work = sum(_cost_of(count, config) for count in drawn) / len(drawn)
+    costs = config.costs
+    work = sum(_cost_of(count, config.block_y, costs) for count in drawn) / len(drawn)
     tiles = work * max(1, min(num_experts, num_rows)) * -(-N // config.block_x)
-    return pace * max(costs[0], tiles / num_sms + costs[-1] / 2)
+    return max(max(costs.values()), tiles / num_sms + min(costs.values()) / 2)
 
 
-def _cost_of(rows: int, config: W4A8Config) -> float:
-    whole, rest = divmod(rows, config.block_y)
-    last = min((size for size in config.sizes if size >= rest), default=config.block_y) if rest else 0
-    return whole * TOKEN_TILES[config.block_y] + (TOKEN_TILES[last] if last else 0.0)
+def _cost_of(rows: int, block_y: int, costs: dict[int, float]) -> float:
+    whole, rest = divmod(rows, block_y)
+    last = costs[min(size for size in costs if size >= rest)] if rest else 0.0
+    return whole * costs[block_y] + last
 
 
 def config_of(
     block_y: int, K: int, num_experts: int, looks_up: bool = False, widened: str = "e4m3", reduces_rows: bool = False
 ) -> W4A8Config:
-    """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
-    widths = 4 if block_y >= WITH_TAILS and num_experts <= MOST_WIDE_EXPERTS else 1
-    ctas = 3 if block_y == 16 else 2
-    # Each warp holds the ends of all experts' tiles.
-    registers = 24 + max(0, next_power_of_2(num_experts) // 32 - 4) * 4
+    """Return the fastest config for tiles of so many tokens, with more stages than may fit.
+
+    Tiles of 256 tokens have one row tile for each of two consumers, which share the tokens: they are loaded as often as
+    those of 128.
+    """
+    wide, fp8 = block_y == 256, widened == "e4m3"
     return W4A8Config(
-        block_y, MAX_STAGES, K // TILE, 2, 4, looks_up, num_consumers=1, ctas=ctas, widths=widths,
-        producer_registers=min(registers, MOST_PRODUCER), widened=widened, reduces_rows=reduces_rows,
+        block_y, MAX_STAGES, K // TILE, row_tiles=1 if wide else 2, stages_per_turn=2 if wide and fp8 else 4,
+        looks_up=looks_up, num_consumers=2 if wide else 1, ctas=1 if wide else 3 if block_y == 16 else 2,
+        widths=4 if block_y in NARROW["e4m3" if fp8 else "bf16"] else 1,
+        max_experts=max(32, next_power_of_2(num_experts)), widened=widened, reduces_rows=reduces_rows,
     )  # fmt: skip
 
 
 def fitted(config: W4A8Config) -> W4A8Config:
     """Return the config with as many stages as fit the shared memory, less what barriers and epilogues take."""
     room = (SHARED_BYTES + 1024) // config.ctas - 1024
-    room -= RESERVED_BYTES + config.num_consumers * TURNED_BYTES
+    room -= RESERVED_BYTES + config.num_consumers * TURNED_BYTES + (config.num_consumers + 1) * 4 * config.max_experts
     return replace(config, num_stages=min(config.num_stages, room // config.stage_bytes))

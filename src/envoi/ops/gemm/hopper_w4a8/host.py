@@ -1,6 +1,5 @@
 """GEMMs by expert with MXFP4 weights in the order for FP8 tokens: what the kernel can take, and its launch."""
 
-from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -19,7 +18,7 @@ from envoi.epilogues.outputs import (
 )
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
-from envoi.ops.gemm.hopper_w4a8.config import MOST_COLUMNS, ROW_BYTES, TILE, W4A8Config, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import ROW_BYTES, TILE, W4A8Config, w4a8_config
 from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
@@ -58,41 +57,6 @@ def run(
     return written
 
 
-def why_not_quantised(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
-    """Return why `run_quantised` can't run this; "" if it can."""
-    if why := why_not_w4a8(a, b, ir, grouping):
-        return why
-    specs = output_specs(ir, torch.bfloat16)
-    if [(spec.kind, spec.dtype) for spec in specs] != [("tile", torch.bfloat16)]:
-        return "an output that isn't rows in bf16"
-    width = b.shape[-2] // specs[0].columns
-    if width > MOST_COLUMNS:
-        return f"rows of {width} columns"
-    return ""
-
-
-def run_quantised(
-    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, operands: dict, grouping: Grouping,
-    config: W4A8Config | None = None,
-) -> QuantTensor:  # fmt: skip
-    """Return the rows that `run` returns in bf16 as FP8 with a scale each, with the bits of a kernel after it.
-
-    Rows of no expert aren't written.
-    """
-    M = a.shape[0]
-    (hidden,) = empty_outputs(ir, output_specs(ir, torch.bfloat16), M, b.shape[-2], a.device, None)
-    width = hidden.shape[1]
-    values = torch.empty(M, width, dtype=torch.float8_e4m3fn, device=a.device)
-    out = QuantTensor(values, torch.empty(M, 1, dtype=torch.float32, device=a.device), (1, width))
-    if M > 0:
-        scaled = with_token_scale(ir)
-        tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
-        code = lower(scaled, torch.bfloat16, "gluon", False, False, pointers)
-        config = replace(config or chosen(a, b, grouping), quantized_columns=width)
-        _launch(a, b, offsets, code, tensors, [hidden], config, out)
-    return out
-
-
 def with_token_scale(ir: IR) -> IR:
     """Return the IR with the accumulator first multiplied by the tokens' factors, its first operand."""
     return with_scales(ir, "row", "")
@@ -107,26 +71,22 @@ def chosen(a: QuantTensor, b: QuantTensor, grouping: Grouping) -> W4A8Config:
 
 def _launch(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: W4A8Config, quantised: QuantTensor | None = None,
+    outputs: list[torch.Tensor], config: W4A8Config,
 ) -> None:  # fmt: skip
     from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch
 
-    given = arguments(a, b, offsets, code, operands, outputs, config, quantised)
+    given = arguments(a, b, offsets, code, operands, outputs, config)
     launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
 
 def arguments(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: W4A8Config, quantised: QuantTensor | None = None,
+    outputs: list[torch.Tensor], config: W4A8Config,
 ) -> tuple:  # fmt: skip
-    """Return the kernel's arguments. quantised: rows that it quantises, if config.quantized_columns says so."""
+    """Return the kernel's arguments."""
     M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
     nothing = torch.empty(0, dtype=torch.float32, device=a.device)  # no epilogue here reduces rows
-    counters, rows = nothing.view(torch.int32), None
-    if quantised is not None:
-        counters = workspace.counters(M + config.block_y, a.device)
-        rows = quantised.values.view(torch.uint8), quantised.sf
     words = b.values.flatten().view(torch.int32).view(-1, 256)
     factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
     tokens = tma_ready(a.values)
@@ -135,7 +95,7 @@ def arguments(
         descriptor(tokens, config.block_y, ROW_BYTES), few,
         unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32),
         tables_on(a.device) if config.looks_up else None,
-        operands or (0,), as_stored(outputs), offsets, nothing, counters, rows, M, N, K, E, config, code,
+        operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip
 

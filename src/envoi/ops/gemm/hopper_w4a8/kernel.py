@@ -32,13 +32,11 @@ from envoi.epilogues.tile_gluon import halves
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
-from envoi.ops.gemm.hopper_w4a8.row_scales import quantize_rows
 from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
 from envoi.ops.gemm.hopper_w4a8.widening import by_block, operands, pairs_layout, words_layout, words_of_pairs
 from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together
-from envoi.runtime.sync import arrive
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
 
@@ -206,7 +204,7 @@ def waited(accs, OUTSTANDING: gl.constexpr):
 
 
 @gluon.jit
-def consumer(stages, lut, epilogue, quantized, R: gl.constexpr):
+def consumer(stages, lut, epilogue, R: gl.constexpr):
     """Role: multiply this consumer's features of every tile, then the epilogue. R: which of the consumers."""
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
@@ -220,20 +218,6 @@ def consumer(stages, lut, epilogue, quantized, R: gl.constexpr):
         else:
             multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R)
         step += cfg.stages_of_k
-        if cfg.quantized_columns > 0:
-            complete(tile, width, epilogue, quantized, R)
-
-
-@gluon.jit
-def complete(tile, width, epilogue, quantized, R: gl.constexpr):
-    """Quantise the rows of a tile if this consumer's features of them were the last. quantized: values and scales."""
-    problem = epilogue.problem
-    cfg: gl.constexpr = problem.cfg
-    own: gl.constexpr = cfg.row_tiles * 64
-    if tile.x + R * own < problem.N:
-        if arrive(epilogue.row_reductions.counters + tile.y, gl.cdiv(problem.N, own)):
-            end = gl.minimum(tile.row_end, tile.y + (cfg.block_y >> width))
-            quantize_rows(epilogue.outputs[0], quantized[0], quantized[1], tile.y, end, cfg)
 
 
 @gluon.jit
@@ -354,8 +338,7 @@ def consumer_registers(cfg):
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, quantized,
-    M, N, K, num_experts, cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
+    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts, cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
@@ -374,12 +357,12 @@ def w4a8_kernel(
     role_barrier()
     if cfg.num_consumers == 1:
         gl.warp_specialize([
-            (consumer, (stages, lut, epilogue, quantized, 0)),
+            (consumer, (stages, lut, epilogue, 0)),
             (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
         ], [1], [cfg.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (stages, lut, epilogue, quantized, 0)),
-            (consumer, (stages, lut, epilogue, quantized, 1)),
+            (consumer, (stages, lut, epilogue, 0)),
+            (consumer, (stages, lut, epilogue, 1)),
             (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
         ], [4, 1], consumer_registers(cfg))  # fmt: skip

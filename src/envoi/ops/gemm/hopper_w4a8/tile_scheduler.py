@@ -15,6 +15,16 @@ from envoi.ops.gemm.hopper.expert_rows import rows_of, rows_of_all
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.triton_compat import role_barrier
+
+
+unswizzled = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+
+
+@gluon.constexpr_function
+def experts_layout(max_experts, warps):
+    """Return the layout of a vector over the experts: each warp has all of it."""
+    return gl.BlockedLayout([max(1, max_experts // 32)], [32], [warps], [0])
 
 
 @gluon.constexpr_function
@@ -36,10 +46,13 @@ def whole_tiles(rows, cfg: gl.constexpr):
 
 @aggregate
 class Tiles:
-    """Tiles of a launch. Counted along the tokens; each has as many along the features."""
+    """Tiles of a launch, as one role sees them. Counted along the tokens; each has as many along the features.
+
+    Ends are in the role's own shared memory: registers would hold them through every mainloop.
+    """
 
     # int32 [max_experts]: an expert's end among whole tiles, above `narrow_bits` bits of its end among narrower ones.
-    ends: gl.tensor
+    ends: gl.shared_memory_descriptor
     num_whole: gl.tensor
     num_tiles: gl.tensor  # times those along the features
     num_feature_tiles: Scalar
@@ -58,7 +71,10 @@ class Tiles:
         num_whole = last >> bits
         num_feature_tiles = gl.cdiv(problem.N, cfg.block_x)
         num_tiles = (num_whole + (last & ((1 << bits) - 1))) * num_feature_tiles
-        return Tiles(ends, num_whole, num_tiles, num_feature_tiles, problem)
+        kept = gl.allocate_shared_memory(gl.int32, [problem.max_experts], unswizzled)
+        kept.store(ends)
+        role_barrier()
+        return Tiles(kept, num_whole, num_tiles, num_feature_tiles, problem)
 
     @gluon.jit
     def tile(self, index):
@@ -72,7 +88,8 @@ class Tiles:
         num_whole = self.num_whole * self.num_feature_tiles
         is_narrow = index >= num_whole
         index = gl.where(is_narrow, index - num_whole, index)
-        ends = gl.where(is_narrow, self.ends & ((1 << bits) - 1), self.ends >> bits)
+        ends = self.ends.load(experts_layout(problem.max_experts, gl.num_warps()))
+        ends = gl.where(is_narrow, ends & ((1 << bits) - 1), ends >> bits)
         is_before = ends <= index // self.num_feature_tiles
         expert = gl.sum(is_before.to(gl.int32), axis=0)
         index -= gl.max(gl.where(is_before, ends, 0), axis=0) * self.num_feature_tiles
