@@ -28,7 +28,8 @@ ACTIVATION, LIMIT = "swiglu_oai", 7.0
 class Case:
     """One launch of the layer for so many tokens.
 
-    kind: "l1", "l2", or "sent", which is L2 whose rows go to other places. looks_up: shifts are far apart. num_experts: with their rows the tiles' widths change.
+    kind: "l1", "l2", or "sent", which is L2 whose rows go to other places. looks_up: shifts are far
+    apart.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Config of the kernel for FP8 tokens and MXFP4 weights, and its choice."""
+"""Config of the kernel for 4-bit weights and FP8 or bf16 tokens, and its choice."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -154,12 +154,16 @@ def predicted_tiles(config: W4A8Config, N: int, num_rows: int, num_experts: int,
 
     For ranking configs. Experts' rows differ as with routing at random; CTAs end within half of a last tile.
     """
-    rows = num_rows / max(1, num_experts)
-    drawn = [max(1, round(rows + z * rows**0.5)) for z in DRAWS]
     costs = config.costs
-    work = sum(_cost_of(count, config.block_y, costs) for count in drawn) / len(drawn)
+    work = mean_cost(costs, config.block_y, num_rows / max(1, num_experts))
     tiles = work * max(1, min(num_experts, num_rows)) * -(-N // config.block_x)
     return max(max(costs.values()), tiles / num_sms + min(costs.values()) / 2)
+
+
+def mean_cost(costs: dict[int, float], block_y: int, rows: float) -> float:
+    """Return what an expert's tiles cost, of 128 features each, where experts have so many rows in the mean."""
+    drawn = [max(1, round(rows + z * rows**0.5)) for z in DRAWS]
+    return sum(_cost_of(count, block_y, costs) for count in drawn) / len(drawn)
 
 
 def _cost_of(rows: int, block_y: int, costs: dict[int, float]) -> float:

@@ -1,19 +1,25 @@
-"""GEMM by expert: MXFP4 weights widened to E4M3 in registers, FP8 tokens, any epilogue.
+"""GEMM by expert: 4-bit weights widened in registers to E4M3 or bf16, tokens in FP8 or bf16, any epilogue.
 
 Two or three CTAs on each SM: one's products hide another's epilogue. The warps of one are split into roles:
 
     role         warps   registers a thread   work
     consumer 0   4       what the others leave    its features of each tile: widening, products, epilogue
-    producer     1       24                       TMA loads of tokens, weights and factors
+    producer     1       24, or more by experts   TMA loads of tokens, weights and factors
 
-    acc += e4m3(weights of 64 of K) @ tokens of 64 of K       factors are in the operand, all else in the epilogue
+    acc += widened(weights of 64 of K) @ tokens of 64 of K    factors are in the operand, all else in the epilogue
 
-While the tensor cores multiply 64 of K, a consumer widens the next: products of two halves of a stage are in flight.
-Configs may also have two consumers, which share a tile's tokens and have the next features each.
+    config.widened   weights           tokens   tiles along K in a stage   in the epilogue yet
+    e4m3             MXFP4, by rows    E4M3     2                          2^r of the weights' row, the tokens' scales
+    bf16             MXFP4             bf16     1
+    nvfp4            NVFP4             bf16     1                          2^8, the weights' scale
+
+While the tensor cores multiply 64 of K, a consumer widens the next: products of two steps are in flight. An expert's
+last tile is as narrow as its rows allow (`tile_scheduler`). Tiles of 256 tokens have two consumers in one CTA, which
+share the tokens and have the next features each.
 
     barrier   arrivals                           who waits   parity awaited
     full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
-    empty     2: a consumer after its products   producer    (n & 1) ^ 1
+    empty     1 or 2: consumers after products   producer    (n & 1) ^ 1
 """
 
 from typing import Any, NamedTuple
@@ -51,11 +57,11 @@ class Sources(NamedTuple):
 
 @aggregate
 class Stages:
-    """Ring of stages: tokens of 128 of K each, and the weights of all consumers."""
+    """Ring of stages: 128 bytes of each token, and all consumers' weights for that part of K."""
 
-    tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128]
-    words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 4, 256]
-    factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2, 32]
+    tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128] or bf16 [num_stages, block_y, 64]
+    words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2 * steps_per_stage, 256]
+    factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, steps_per_stage, factor_words]
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
     full: gl.shared_memory_descriptor
     cfg: gl.constexpr
@@ -79,7 +85,7 @@ class Stages:
 
     @gluon.jit
     def fill(self, descs, step, tile, width, first_tile, k_stage):
-        """Producer: load the k_stage-th 128 of K of a tile's tokens and of the row tiles from first_tile on.
+        """Producer: load the k_stage-th part of K of a tile's tokens and of the row tiles from first_tile on.
 
         step: since the kernel began. Of row tiles after an expert's last one no product is used.
         """
@@ -338,13 +344,14 @@ def consumer_registers(cfg):
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts, cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
+    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
+    cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
-    x_desc, few_desc: TMA descriptors of E4M3 tokens [M, K], boxes [block_y, 128] and, if an expert's last tile may be
-    narrower, [block_y / 8, 128], else None. w_desc: of weights as int32 [2 * tiles, 256], boxes [4, 256], two tiles
-    along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables of
+    x_desc, few_desc: TMA descriptors of tokens [M, K], E4M3 or bf16, boxes of 128 bytes by block_y rows and, if an
+    expert's last tile may be narrower, block_y / 8, else None. w_desc: of weights as int32 [2 * tiles, 256], boxes of a
+    stage's tiles along K. f_desc: of factors as int32 [tiles, 32 or 64], likewise. lut: int64 [16], tables of
     `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`; they
     are flat because a launch takes no descriptor within a tuple.
     """

@@ -17,7 +17,6 @@ from envoi.ops.gemm.hopper.tile_scheduler import Tile
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.triton_compat import role_barrier
 
-
 unswizzled = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 
 
