@@ -28,6 +28,7 @@ NARROW = {
     "bf16": {128: {64: 0.84, 32: 0.62, 16: 0.6}, 256: {128: 1.11, 64: 0.8, 32: 0.7}},
 }
 THREE_CTAS = 0.91  # of the time of tiles with two CTAs on a multiprocessor, in tiles of 16
+MOST_OF_THREE = 256  # experts, beyond which three CTAs have too few registers
 MOST_PRODUCER = 72  # registers of a thread of the producer
 # Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
 DRAWS = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
@@ -183,7 +184,7 @@ def config_of(
     wide, fp8 = block_y == 256, widened == "e4m3"
     return W4A8Config(
         block_y, MAX_STAGES, K // TILE, row_tiles=1 if wide else 2, stages_per_turn=2 if wide and fp8 else 4,
-        looks_up=looks_up, num_consumers=2 if wide else 1, ctas=1 if wide else 3 if block_y == 16 else 2,
+        looks_up=looks_up, num_consumers=2 if wide else 1, ctas=1 if wide else 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2,
         widths=4 if block_y in NARROW["e4m3" if fp8 else "bf16"] else 1,
         max_experts=max(32, next_power_of_2(num_experts)), widened=widened, reduces_rows=reduces_rows,
     )  # fmt: skip
