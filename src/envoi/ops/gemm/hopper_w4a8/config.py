@@ -182,9 +182,10 @@ def config_of(
     those of 128.
     """
     wide, fp8 = block_y == 256, widened == "e4m3"
+    ctas = 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2
     return W4A8Config(
         block_y, MAX_STAGES, K // TILE, row_tiles=1 if wide else 2, stages_per_turn=2 if wide and fp8 else 4,
-        looks_up=looks_up, num_consumers=2 if wide else 1, ctas=1 if wide else 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2,
+        looks_up=looks_up, num_consumers=2 if wide else 1, ctas=1 if wide else ctas,
         widths=4 if block_y in NARROW["e4m3" if fp8 else "bf16"] else 1,
         max_experts=max(32, next_power_of_2(num_experts)), widened=widened, reduces_rows=reduces_rows,
     )  # fmt: skip
