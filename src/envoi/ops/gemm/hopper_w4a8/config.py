@@ -17,16 +17,13 @@ REGISTERS = 65536  # of an SM
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
 # Tokens of tiles, and how long 128 features of one keep a multiprocessor, relative to those of 128 tokens:
 # notes/2026-11-fp8-fp4.md. Widening takes as long for few tokens as for many; products of bf16 take twice those of FP8.
-BLOCKS = (16, 32, 64, 128, 256)
+BLOCKS = (16, 32, 64, 128)
 COSTS = {
-    "e4m3": {16: 0.54, 32: 0.59, 64: 0.72, 128: 1.0, 256: 1.88},
-    "bf16": {16: 0.56, 32: 0.62, 64: 0.78, 128: 1.0, 256: 1.78},
+    "e4m3": {16: 0.54, 32: 0.59, 64: 0.72, 128: 1.0},
+    "bf16": {16: 0.56, 32: 0.62, 64: 0.78, 128: 1.0},
 }
 # Of a last tile that is narrower, by the tokens of the whole ones.
-NARROW = {
-    "e4m3": {256: {128: 1.07, 64: 1.0, 32: 0.9}},
-    "bf16": {128: {64: 0.84, 32: 0.62, 16: 0.6}, 256: {128: 1.11, 64: 0.8, 32: 0.7}},
-}
+NARROW = {"e4m3": {}, "bf16": {128: {64: 0.84, 32: 0.62, 16: 0.6}}}
 THREE_CTAS = 0.91  # of the time of tiles with two CTAs on a multiprocessor, in tiles of 16
 MOST_OF_THREE = 256  # experts, beyond which three CTAs have too few registers
 MOST_PRODUCER = 72  # registers of a thread of the producer
@@ -176,18 +173,12 @@ def _cost_of(rows: int, block_y: int, costs: dict[int, float]) -> float:
 def config_of(
     block_y: int, K: int, num_experts: int, looks_up: bool = False, widened: str = "e4m3", reduces_rows: bool = False
 ) -> W4A8Config:
-    """Return the fastest config for tiles of so many tokens, with more stages than may fit.
-
-    Tiles of 256 tokens have one row tile for each of two consumers, which share the tokens: they are loaded as often as
-    those of 128.
-    """
-    wide, fp8 = block_y == 256, widened == "e4m3"
+    """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
     ctas = 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2
+    widths = 4 if block_y in NARROW["e4m3" if widened == "e4m3" else "bf16"] else 1
     return W4A8Config(
-        block_y, MAX_STAGES, K // TILE, row_tiles=1 if wide else 2, stages_per_turn=2 if wide and fp8 else 4,
-        looks_up=looks_up, num_consumers=2 if wide else 1, ctas=1 if wide else ctas,
-        widths=4 if block_y in NARROW["e4m3" if fp8 else "bf16"] else 1,
-        max_experts=max(32, next_power_of_2(num_experts)), widened=widened, reduces_rows=reduces_rows,
+        block_y, MAX_STAGES, K // TILE, row_tiles=2, stages_per_turn=4, looks_up=looks_up, num_consumers=1, ctas=ctas,
+        widths=widths, max_experts=max(32, next_power_of_2(num_experts)), widened=widened, reduces_rows=reduces_rows,
     )  # fmt: skip
 
 
