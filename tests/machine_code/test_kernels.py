@@ -35,6 +35,9 @@ ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores"
 # Names of cases that are compiled, but that no GPU has run yet.
 NOT_RUN: frozenset[str] = frozenset({
     "w4a8-l1-16", "w4a8-l1-64", "w4a8-l1-128", "w4a8-l2-128", "w4a8-l1", "w4a8-l2", "w4a8-sent", "w4a8-l1-tables",
+    "w4a8-l1-512-experts", "w4a16-many-l1-64", "w4a16-many-l1-128", "w4a16-many-l1", "w4a16-many-l2",
+    "w4a16-many-sent", "w4a16-nvfp4-l1-16", "w4a16-nvfp4-l1-64", "w4a16-nvfp4-l1-128", "w4a16-nvfp4-l1",
+    "w4a16-nvfp4-l2",
 })  # fmt: skip
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.
 SPILLED = {
