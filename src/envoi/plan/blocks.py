@@ -10,7 +10,7 @@ from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogues.lower import Lowered, lower
 from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, mean_cost, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, costs_of, mean_cost, w4a8_config
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import W4A8, W4A16, WIDENED, Machine
@@ -140,8 +140,9 @@ def _w4a16(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
 def _widened(layer: MoeLayer, nk: tuple[int, int], config: W4A8Config) -> Blocks:
     """Return the tiling of a config for 4-bit weights; an expert's narrower last tile counts by its time."""
     found = _counted(layer, nk, config.block_y, config.block_x, config.block_k, config.num_stages)
-    whole, rows = {config.block_y: config.costs[config.block_y]}, layer.num_rows / layer.num_local_experts
-    saved = mean_cost(config.costs, config.block_y, rows) / mean_cost(whole, config.block_y, rows)
+    costs, rows = costs_of(config), layer.num_rows / layer.num_local_experts
+    whole = {config.block_y: costs[config.block_y]}
+    saved = mean_cost(costs, config.block_y, rows) / mean_cost(whole, config.block_y, rows)
     return replace(found, num_tiles=found.num_tiles * saved)
 
 

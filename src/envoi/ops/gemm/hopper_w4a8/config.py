@@ -102,14 +102,6 @@ class W4A8Config(SwappedTiles):
         return {"num_warps": self.num_warps, **({"maxnreg": self.registers} if self.ctas > 1 else {})}
 
     @property
-    def costs(self) -> dict[int, float]:
-        """Time of a tile of 128 features by its tokens: of whole ones, and of an expert's narrower last one."""
-        kind = "e4m3" if self.widened == "e4m3" else "bf16"
-        narrow = NARROW[kind].get(self.block_y, {}) if self.widths > 1 else {}
-        pace = THREE_CTAS if self.ctas == 3 else 1.0
-        return {self.block_y: pace * COSTS[kind][self.block_y], **narrow}
-
-    @property
     def block_x(self) -> int:
         """Features of a tile."""
         return self.num_consumers * self.row_tiles * TILE
@@ -152,10 +144,18 @@ def predicted_tiles(config: W4A8Config, N: int, num_rows: int, num_experts: int,
 
     For ranking configs. Experts' rows differ as with routing at random; CTAs end within half of a last tile.
     """
-    costs = config.costs
+    costs = costs_of(config)
     work = mean_cost(costs, config.block_y, num_rows / max(1, num_experts))
     tiles = work * max(1, min(num_experts, num_rows)) * -(-N // config.block_x)
     return max(max(costs.values()), tiles / num_sms + min(costs.values()) / 2)
+
+
+def costs_of(config: W4A8Config) -> dict[int, float]:
+    """Return the time of a tile of 128 features by its tokens: of whole ones, and of an expert's narrower last one."""
+    kind = "e4m3" if config.widened == "e4m3" else "bf16"
+    narrow = NARROW[kind].get(config.block_y, {}) if config.widths > 1 else {}
+    pace = THREE_CTAS if config.ctas == 3 else 1.0
+    return {config.block_y: pace * COSTS[kind][config.block_y], **narrow}
 
 
 def mean_cost(costs: dict[int, float], block_y: int, rows: float) -> float:
