@@ -6,7 +6,7 @@ H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; n
 from dataclasses import dataclass
 
 from envoi.check import expect_choice
-from envoi.ops.gemm.hopper_w4a8.config import COSTS
+from envoi.ops.gemm.hopper_w4a8.config import TILES
 from envoi.runtime import gpu_rates
 
 
@@ -82,7 +82,7 @@ H200 = Machine(
     # notes/2026-11-fp8-fp4.md: an SM takes 18.5 us for a tile of 128 x 128 with K = 2880; other tiles by their relative
     # times. Few tokens (notes/2026-11-decode-w4a16.md): 72 or 80 ns of an SM for 64 x 64 weights, fitted together with
     # dependent_launch_us to the suite moe on two machines.
-    w4a16_tflops={size: 673 / 128 * size / cost for size, cost in COSTS["bf16"].items()},
+    w4a16_tflops={size: 673 / 128 * size / costs[size] for size, _, costs in TILES["bf16"]},
     w4a16_few_tflops={8: 120, 16: 216},
     hbm_gb_per_s=gpu_rates.H200.hbm_gb_per_s,
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These

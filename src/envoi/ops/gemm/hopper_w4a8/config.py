@@ -15,16 +15,19 @@ FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64}  # int32, of a tile's facto
 MAX_STAGES = 8
 REGISTERS = 65536  # of an SM
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
-# Tokens of tiles, and how long 128 features of one keep a multiprocessor, relative to those of 128 tokens:
-# notes/2026-11-fp8-fp4.md. Widening takes as long for few tokens as for many; products of bf16 take twice those of FP8.
-BLOCKS = (16, 32, 64, 128)
-COSTS = {
-    "e4m3": {16: 0.54, 32: 0.59, 64: 0.72, 128: 1.0},
-    "bf16": {16: 0.56, 32: 0.62, 64: 0.78, 128: 1.0},
-}
-# Of a last tile that is narrower, by the tokens of the whole ones.
-NARROW = {"e4m3": {}, "bf16": {128: {64: 0.84, 32: 0.62, 16: 0.6}}}
-THREE_CTAS = 0.91  # of the time of tiles with two CTAs on a multiprocessor, in tiles of 16
+# Tiles: tokens of an expert's whole ones, widths of its last one, and how long 128 features keep a multiprocessor by
+# tokens, relative to 128 without narrower ones: notes/2026-11-fp8-fp4.md. FP8 products take half the time of bf16's, so
+# that narrower tiles save less, and whole ones beside them are slower.
+TILES = {
+    "e4m3": (
+        (16, 1, {16: 0.49}), (32, 1, {32: 0.59}), (64, 1, {64: 0.72}), (128, 1, {128: 1.0}),
+        (128, 4, {128: 1.06, 64: 0.89, 32: 0.62, 16: 0.58}),
+    ),
+    "bf16": (
+        (16, 1, {16: 0.56}), (32, 1, {32: 0.62}), (64, 1, {64: 0.78}),
+        (128, 4, {128: 1.0, 64: 0.84, 32: 0.64, 16: 0.64}),
+    ),
+}  # fmt: skip
 MOST_OF_THREE = 256  # experts, beyond which three CTAs have too few registers
 MOST_PRODUCER = 72  # registers of a thread of the producer
 # Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
@@ -135,7 +138,7 @@ def w4a8_config(
 ) -> W4A8Config:  # fmt: skip
     """Return the config that should take the least time for so many rows of all experts."""
     form = looks_up, widened, reduces_rows
-    found = [fitted(config_of(block_y, K, num_experts, *form)) for block_y in BLOCKS]
+    found = [fitted(config_of(*tile, K, num_experts, *form)) for *tile, _ in TILES[kind_of(widened)]]
     return min(found, key=lambda config: predicted_tiles(config, N, num_rows, num_experts, num_sms))
 
 
@@ -150,12 +153,15 @@ def predicted_tiles(config: W4A8Config, N: int, num_rows: int, num_experts: int,
     return max(max(costs.values()), tiles / num_sms + min(costs.values()) / 2)
 
 
+def kind_of(widened: str) -> str:
+    """Return which of `TILES` are for weights that are widened to this."""
+    return "e4m3" if widened == "e4m3" else "bf16"
+
+
 def costs_of(config: W4A8Config) -> dict[int, float]:
     """Return the time of a tile of 128 features by its tokens: of whole ones, and of an expert's narrower last one."""
-    kind = "e4m3" if config.widened == "e4m3" else "bf16"
-    narrow = NARROW[kind].get(config.block_y, {}) if config.widths > 1 else {}
-    pace = THREE_CTAS if config.ctas == 3 else 1.0
-    return {config.block_y: pace * COSTS[kind][config.block_y], **narrow}
+    tiles = {(block_y, widths): costs for block_y, widths, costs in TILES[kind_of(config.widened)]}
+    return tiles[config.block_y, config.widths]
 
 
 def mean_cost(costs: dict[int, float], block_y: int, rows: float) -> float:
@@ -171,14 +177,16 @@ def _cost_of(rows: int, block_y: int, costs: dict[int, float]) -> float:
 
 
 def config_of(
-    block_y: int, K: int, num_experts: int, looks_up: bool = False, widened: str = "e4m3", reduces_rows: bool = False
-) -> W4A8Config:
-    """Return the fastest config for tiles of so many tokens, with more stages than may fit."""
+    block_y: int, widths: int, K: int, num_experts: int, looks_up: bool = False, widened: str = "e4m3",
+    reduces_rows: bool = False,
+) -> W4A8Config:  # fmt: skip
+    """Return the fastest config for tiles of so many tokens and widths, with more stages than may fit."""
     ctas = 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2
-    widths = 4 if block_y in NARROW["e4m3" if widened == "e4m3" else "bf16"] else 1
+    turn = 2 if widths > 1 and widened == "e4m3" else 4  # loops for four widths share the instruction cache
     return W4A8Config(
-        block_y, MAX_STAGES, K // TILE, row_tiles=2, stages_per_turn=4, looks_up=looks_up, num_consumers=1, ctas=ctas,
-        widths=widths, max_experts=max(32, next_power_of_2(num_experts)), widened=widened, reduces_rows=reduces_rows,
+        block_y, MAX_STAGES, K // TILE, row_tiles=2, stages_per_turn=turn, looks_up=looks_up, num_consumers=1,
+        ctas=ctas, widths=widths, max_experts=max(32, next_power_of_2(num_experts)), widened=widened,
+        reduces_rows=reduces_rows,
     )  # fmt: skip
 
 
