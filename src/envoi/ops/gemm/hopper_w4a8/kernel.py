@@ -14,8 +14,8 @@ Two or three CTAs on each SM: one's products hide another's epilogue. The warps 
     nvfp4            NVFP4             bf16     1                          2^8, the weights' scale
 
 While the tensor cores multiply 64 of K, a consumer widens the next: products of two steps are in flight. An expert's
-last tile is as narrow as its rows allow (`tile_scheduler`). Tiles of 256 tokens have two consumers in one CTA, which
-share the tokens and have the next features each.
+last tile may be as narrow as its rows allow (`tile_scheduler`). Configs may also have two consumers, which share a
+tile's tokens and have the next features each.
 
     barrier   arrivals                           who waits   parity awaited
     full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
