@@ -138,7 +138,8 @@ def w4a8_config(
 ) -> W4A8Config:  # fmt: skip
     """Return the config that should take the least time for so many rows of all experts."""
     form = looks_up, widened, reduces_rows
-    found = [fitted(config_of(*tile, K, num_experts, *form)) for *tile, _ in TILES[kind_of(widened)]]
+    tiles = TILES[kind_of(widened)]
+    found = [fitted(config_of(block_y, widths, K, num_experts, *form)) for block_y, widths, _ in tiles]
     return min(found, key=lambda config: predicted_tiles(config, N, num_rows, num_experts, num_sms))
 
 
