@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_w4a16 import few, fragments, many_config
+from envoi.ops.gemm.hopper_w4a16 import few, fragments
 from envoi.ops.gemm.hopper_w4a16.few_config import few_configs, unroll_of
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
@@ -121,15 +121,6 @@ def test_configs_of_fp8_tokens_fit(hidden, intermediate, slots):
 
 def test_gpt_oss_reads_whole_groups():
     assert [unroll_of(k // 64) for k in (2880, 4096, 768, 1536, 1408)] == [5, 4, 4, 4, 5]
-
-
-def test_tiles_for_few_and_for_many_rows():
-    block_y = [many_config.many_config(2880, 32 * rows, 32).block_y for rows in (4, 16, 32, 64, 128, 512)]
-    assert block_y == [16, 32, 64, 128, 128, 256]
-    for rows in (1, 20, 100, 5000):
-        config = many_config.many_config(2880, 32 * rows, 32)
-        assert config.num_stages >= 4
-        assert config.padded_steps == 45
 
 
 def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> few.Layer:

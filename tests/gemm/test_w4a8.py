@@ -8,7 +8,7 @@ import torch
 from envoi.epilogues.library import expert_l1, expert_l2, store
 from envoi.ops.gemm.grouping import ALL_ROWS, EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8 import host
-from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, costs_of, w4a8_config
 from envoi.ops.gemm.hopper_w4a8.widening import HIGH, HIGH_OF_0, LOW, LOW_OF_0, WIDEN
 from envoi.quant import quantize
 from envoi.quant.fp8_fragments import LEAST_COMPUTED, NAN_INDEX, e4m3_tables, to_fp8_fragments
@@ -51,12 +51,42 @@ def test_every_weight_at_every_place_becomes_e4m3_by_the_tables_of_its_blocks():
 @pytest.mark.parametrize("K", [64, 128, 704, 2880, 4096, 7168, 12288])
 @pytest.mark.parametrize("rows", [1, 20, 64, 100, 384, 5000])
 @pytest.mark.parametrize("looks_up", [False, True])
-def test_configs_fit(K, rows, looks_up):
-    config = w4a8_config(K, 32 * rows, 32, looks_up)
+@pytest.mark.parametrize("widened", ["e4m3", "bf16", "nvfp4"])
+def test_configs_fit(K, rows, looks_up, widened):
+    config = w4a8_config(1536, K, 32 * rows, 32, 132, looks_up, widened)
     assert config.num_stages >= 2
     assert config.ctas * (config.num_stages * config.stage_bytes + 1024) < SHARED_BYTES
     assert config.num_steps * 64 == K
-    assert config.looks_up == looks_up
+    assert (config.looks_up, config.widened) == (looks_up, widened)
+
+
+def chosen(rows: int, experts: int = 64, N: int = 4096, widened: str = "e4m3"):
+    return w4a8_config(N, 2048, experts * rows, experts, 132, widened=widened)
+
+
+def test_tiles_as_wide_as_experts_have_rows():
+    assert [chosen(rows).block_y for rows in (2, 10, 90, 1024)] == [16, 16, 128, 128]
+    assert [chosen(rows, widened="bf16").block_y for rows in (2, 10, 64, 1024)] == [16, 16, 128, 128]
+
+
+def test_a_narrower_last_tile_is_taken_where_it_pays():
+    # Of 64 rows half an FP8 tile of 128 stays empty, of 1000 a sixteenth, which whole tiles make up for.
+    assert [chosen(rows).widths for rows in (64, 256, 1000)] == [4, 4, 1]
+    assert [chosen(rows, widened="bf16").widths for rows in (64, 256, 1000)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("widened", ["e4m3", "bf16", "nvfp4"])
+def test_every_width_has_a_cost(widened):
+    for block_y, widths, costs in TILES["e4m3" if widened == "e4m3" else "bf16"]:
+        config = config_of(block_y, widths, 2048, 64, widened=widened)
+        assert costs_of(config) == costs
+        assert sorted(costs, reverse=True) == [block_y >> width for width in range(widths)]
+        assert sorted(costs.values(), reverse=True) == [costs[size] for size in sorted(costs, reverse=True)]
+
+
+def test_few_tiles_are_narrow_enough_for_all_multiprocessors():
+    # 8 experts with 40 rows and 12 tiles of features: 96 tiles, fewer than multiprocessors.
+    assert chosen(40, experts=8, N=1536).block_y <= 64
 
 
 def weights(rows=128, columns=192):

@@ -9,7 +9,7 @@ from envoi.epilogues.library import expert_l2, store
 from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8 import host
-from envoi.ops.gemm.hopper_w4a8.config import TOKEN_TILES, W4A8Config, config_of, fitted
+from envoi.ops.gemm.hopper_w4a8.config import TILES, W4A8Config, config_of, fitted
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant import dequantize, quantize
@@ -25,6 +25,7 @@ from tools.kernel_cases import gemm_hopper_w4a8 as cases
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 
 FP8_SUMS = 2e-3  # of wgmma, whose sums of FP8 products keep 14 bits
+EDGES = [8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 129, 136, 144, 160, 192, 193, 255, 256, 0, 1]  # of tiles' widths
 NEAR = -5 - LEAST_SHIFT  # powers of two that rows of near shifts lack
 
 
@@ -59,16 +60,16 @@ def products(counts: list[int], N: int, K: int, spread: int, config: W4A8Config 
 
 @pytest.mark.parametrize("spread", [SPREAD - NEAR, SPREAD])
 @pytest.mark.parametrize(("N", "K"), [(64, 64), (128, 128), (320, 704), (576, 192), (128, 2880), (2880, 320)])
-@pytest.mark.parametrize("counts", [[3, 0, 17, 64], [130, 0, 1, 300, 65, 257], [0, 511, 0]])
+@pytest.mark.parametrize("counts", [[3, 0, 17, 64], [130, 0, 1, 300, 65, 257], [0, 511, 0], EDGES])
 def test_sizes(counts, N, K, spread):
     products(counts, N, K, spread)
 
 
 @pytest.mark.parametrize("looks_up", [False, True])
-@pytest.mark.parametrize("block_y", TOKEN_TILES)
-def test_every_tile_has_the_same_bits(block_y, looks_up):
-    counts, N, K = [130, 0, 1, 300], 320, 704
-    config = fitted(config_of(block_y, K, looks_up))
+@pytest.mark.parametrize("tile", [tile[:2] for tile in TILES["e4m3"]])
+def test_every_tile_has_the_same_bits(tile, looks_up):
+    counts, N, K = EDGES, 320, 704
+    config = fitted(config_of(*tile, K, len(counts), looks_up))
     assert_same_bits(products(counts, N, K, SPREAD - NEAR, config), products(counts, N, K, SPREAD - NEAR))
 
 
@@ -87,10 +88,10 @@ def test_rows_go_to_their_addresses():
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_what_runs_is_what_was_counted(case):
-    P, (N, K) = case.num_tokens * cases.NUM_TOPK, case.sizes
-    packed = to_fp8_fragments(random_weights(cases.NUM_EXPERTS, N, K, SPREAD if case.looks_up else 2))
+    P, (N, K), E = case.num_tokens * cases.NUM_TOPK, case.sizes, case.num_experts
+    packed = to_fp8_fragments(random_weights(E, N, K, SPREAD if case.looks_up else 2))
     tokens = quantize(torch.randn(P, K, device="cuda"), "fp8_row")
-    offsets = torch.arange(cases.NUM_EXPERTS + 1, device="cuda", dtype=torch.int32) * (P // cases.NUM_EXPERTS)
+    offsets = torch.arange(E + 1, device="cuda", dtype=torch.int32) * (P // E)
     operands = {
         "scale": packed.scale, "bias": torch.randn(packed.shape[:2], device="cuda"),
         "weight": torch.rand(P, device="cuda"),

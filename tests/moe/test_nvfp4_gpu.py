@@ -9,8 +9,8 @@ import torch
 
 from envoi.epilogues.library import store
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
 from envoi.ops.gemm.hopper_w4a16 import many
-from envoi.ops.gemm.hopper_w4a16.many_config import TOKEN_TILES, many_config
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.layer import few_layer, run_layer
 from envoi.quant import dequantize
@@ -100,9 +100,9 @@ def test_factors_of_every_kind_under_scales_of_gate_and_of_up(codes, tokens):
 
 
 @pytest.mark.parametrize("codes", [(0, 0x21), (0x40, 0x7F)], ids=["small", "large"])
-@pytest.mark.parametrize("block_y", TOKEN_TILES)
+@pytest.mark.parametrize("tile", [tile[:2] for tile in TILES["bf16"]])
 @pytest.mark.parametrize("K", [64, 128, 320, 704])
-def test_bits_where_every_sum_is_exact(codes, block_y, K):
+def test_bits_where_every_sum_is_exact(codes, tile, K):
     """Tokens are 0, 1 and -1, and products multiples of one power of two, so that no sum needs more than 24 bits."""
     E, N, rows = 3, 192, 150
     source = torch.Generator("cuda").manual_seed(K)
@@ -112,7 +112,7 @@ def test_bits_where_every_sum_is_exact(codes, block_y, K):
     offsets = torch.tensor([0, 1, 1, rows - 2], dtype=torch.int32, device="cuda")
     wide = dequantize(weights, torch.float64)
     want = torch.cat([tokens[:1].double() @ wide[0].T, tokens[1 : rows - 2].double() @ wide[2].T])
-    config = replace(many_config(K, rows, E), block_y=block_y, num_stages=4)
+    config = fitted(config_of(*tile, K, E, widened="nvfp4"))
     (got,) = many.run(tokens, to_fragments(weights), offsets, store.ir, torch.float32, {}, EXPERTS_ROWS, config)
     assert_same_bits(got[: rows - 2], want.float())
 

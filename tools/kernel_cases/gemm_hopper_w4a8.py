@@ -3,7 +3,7 @@
 2880/2880, 32 experts, top-4, biases.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from envoi.epilogues.api import Epilogue
@@ -21,13 +21,15 @@ ACTIVATION, LIMIT = "swiglu_oai", 7.0
 class Case:
     """One launch of the layer for so many tokens.
 
-    kind: "l1", "l2", or "sent", which is L2 whose rows go to other places. looks_up: shifts are far apart.
+    kind: "l1", "l2", or "sent", which is L2 whose rows go to other places. looks_up: shifts are far
+    apart.
     """
 
     name: str
     kind: str
     num_tokens: int
     looks_up: bool = False
+    num_experts: int = NUM_EXPERTS
 
     @property
     def title(self) -> str:
@@ -55,14 +57,16 @@ CASES = (
     Case("l1", "l1", 4096),
     Case("l2", "l2", 4096),
     Case("sent", "sent", 4096),
+    Case("l1-512-experts", "l1", 65536, num_experts=512),
     Case("l1-tables", "l1", 4096, looks_up=True),
 )
 
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    sizes = HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK
+    sizes = HIDDEN, INTERMEDIATE, case.num_experts, NUM_TOPK
     layer = Layer("mxfp4_fp8", case.num_tokens, *sizes, ACTIVATION, has_bias=True, bounded=not case.looks_up)
+    layer = replace(layer, batch_invariant=True)  # never the kernels for few tokens
     call = LayerOfRanks(layer, NUM_RANKS) if case.kind == "sent" else layer
     return launch_of_call(call, "w4a8_kernel", 0 if case.kind == "l1" or case.looks_up else 1)
 

@@ -82,13 +82,15 @@ class Layer:
     layout: str | None = None
     bounded: bool = True
     arch: str = HOPPER[0]
+    batch_invariant: bool = False
 
     def __call__(self) -> None:
         """Call `envoi.moe`."""
         slots = self.num_tokens, self.num_topk
         weights, ids = without_memory(slots, torch.float32), without_memory(slots, torch.int32)
         tokens = without_memory((self.num_tokens, self.hidden), torch.bfloat16)
-        envoi.moe(tokens, Routing(weights, ids, self.num_experts), self.experts)
+        routing = Routing(weights, ids, self.num_experts)
+        envoi.moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant)
 
     @property
     def experts(self) -> ExpertWeights:

@@ -12,6 +12,7 @@ from envoi.estimates.layer import MoeLayer, rows_per_expert, tiles_per_expert
 from envoi.estimates.machines import W4A8, W4A16, WIDENED, Machine
 from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, costs_of, mean_cost, w4a8_config
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -65,12 +66,9 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     if few is not None:
         return few
     if layer.format in W4A16 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
-        return _w4a16(layer, nk)
+        return _w4a16(layer, machine, nk)
     if layer.format == W4A8 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
-        from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
-
-        config = w4a8_config(nk[1], layer.num_rows, layer.num_local_experts)
-        return _counted(layer, nk, config.block_y, config.block_x, config.block_k, config.num_stages)
+        return _widened(layer, nk, w4a8_config(*nk, layer.num_rows, layer.num_local_experts, machine.num_sms))
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 8 if layer.format == "mxfp8" else 4
@@ -122,20 +120,30 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
     return replace(tile, shared_evenly=True, gathers=nk == layer.l1_nk)
 
 
-def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
+def _w4a16(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
     """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4, and
     not across ranks."""
     from envoi.ops.gemm.hopper_w4a16.few import MOST_ROWS
     from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
-    from envoi.ops.gemm.hopper_w4a16.many_config import many_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
     takes_few = layer.format == "mxfp4" and layer.num_gpus == 1
     if takes_few and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
         tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
         return replace(tile, shared_evenly=True)
-    many = many_config(nk[1], layer.num_rows, layer.num_local_experts)
-    return _counted(layer, nk, many.block_y, many.block_x, many.block_k, many.num_stages)
+    widened = "nvfp4" if layer.format == "nvfp4" else "bf16"
+    return _widened(
+        layer, nk, w4a8_config(*nk, layer.num_rows, layer.num_local_experts, machine.num_sms, widened=widened)
+    )
+
+
+def _widened(layer: MoeLayer, nk: tuple[int, int], config: W4A8Config) -> Blocks:
+    """Return the tiling of a config for 4-bit weights; an expert's narrower last tile counts by its time."""
+    found = _counted(layer, nk, config.block_y, config.block_x, config.block_k, config.num_stages)
+    costs, rows = costs_of(config), layer.num_rows / layer.num_local_experts
+    whole = {config.block_y: costs[config.block_y]}
+    saved = mean_cost(costs, config.block_y, rows) / mean_cost(whole, config.block_y, rows)
+    return replace(found, num_tiles=found.num_tiles * saved)
 
 
 def _counted(layer: MoeLayer, nk: tuple[int, int], block_m: int, block_n: int, block_k: int, num_stages: int) -> Blocks:

@@ -6,7 +6,7 @@ H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; n
 from dataclasses import dataclass
 
 from envoi.check import expect_choice
-from envoi.ops.gemm.hopper_w4a16.many_config import TOKEN_TILES
+from envoi.ops.gemm.hopper_w4a8.config import TILES
 from envoi.runtime import gpu_rates
 
 
@@ -79,10 +79,10 @@ H200 = Machine(
     },
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
-    # notes/2026-11-decode-w4a16.md: L1 of 32 experts of 2880 x 2880 takes 151 us in 11 rounds of tiles of 32 tokens,
-    # 139 without launch_us and unhidden reads; other tiles by their kernel's relative times. Few tokens: 72 or 80 ns of
-    # an SM for 64 x 64 weights, fitted together with dependent_launch_us to the suite moe on two machines.
-    w4a16_tflops={size: 438 / 64 * size / relative for size, relative in TOKEN_TILES.items()},
+    # notes/2026-11-fp8-fp4.md: an SM takes 18.5 us for a tile of 128 x 128 with K = 2880; other tiles by their relative
+    # times. Few tokens (notes/2026-11-decode-w4a16.md): 72 or 80 ns of an SM for 64 x 64 weights, fitted together with
+    # dependent_launch_us to the suite moe on two machines.
+    w4a16_tflops={size: 673 / 128 * size / costs[size] for size, _, costs in TILES["bf16"]},
     w4a16_few_tflops={8: 120, 16: 216},
     hbm_gb_per_s=gpu_rates.H200.hbm_gb_per_s,
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These

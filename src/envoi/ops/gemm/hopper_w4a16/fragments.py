@@ -1,9 +1,10 @@
 """Weights in fragment order (`envoi.quant.fragments`) on the device: loads, and widening to E4M3 and to bf16, in Gluon.
 
 A tile of 64 rows x 64 of K is 512 words of weights and 32 words of scale factors, of 32 bits for MXFP4 and of 64 for
-NVFP4: the type of `Weights.factors` says which. A thread of a warpgroup loads four words of weights (k16 x half) and
-one of factors, which the four threads of a row pair share. The loads are volatile PTX with a predicate: the compiler
-would sink a plain load to its first use, after the waits for wgmma, and there would be none in flight.
+NVFP4, which are widened to bf16 alone. A thread of a warpgroup has four words of weights (k16 x half) and one of
+factors, which the four threads of a row pair share. The kernel for few tokens loads them by volatile PTX with a
+predicate: the compiler would sink a plain load to its first use, after the waits for wgmma, and there would be none in
+flight.
 """
 
 import triton.experimental.gluon.language as gl
@@ -32,15 +33,11 @@ def pair_layout(warps):
 
 
 @gluon.constexpr_function
-def load_code(words, offset, bits=32, or_zero=False):
-    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0.
-
-    or_zero: else the words are 0, not anything.
-    """
+def load_code(words, offset):
+    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0."""
     to, kind = ("{$0, $1, $2, $3}", ".v4") if words == 4 else ("$0", "")
-    load = f"ld.global.L1::no_allocate{kind}.b{bits} {to}, [${words} + {offset}];"
-    zeros = " ".join(f"mov.b{bits} ${i}, 0;" for i in range(words)) + " " if or_zero else ""
-    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros}@p {load} }}"
+    load = f"ld.global.L1::no_allocate{kind}.b32 {to}, [${words} + {offset}];"
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; @p {load} }}"
 
 
 @gluon.constexpr_function
@@ -65,7 +62,7 @@ class Weights:
     """Weights of all experts for one GEMM, and their tiles in memory: num_row_tiles x num_steps an expert."""
 
     words: gl.tensor  # int32 pointer
-    factors: gl.tensor  # int32 pointer, or of NVFP4 an int64 pointer
+    factors: gl.tensor  # int32 pointer
     num_row_tiles: Scalar
     num_steps: gl.constexpr
 
@@ -84,7 +81,7 @@ class Weights:
         words = self.words + tile * WORDS + thread % 128 * 4
         tile = (first + gl.minimum(row_tile + pair // SF_WORDS, last)) * self.num_steps + step
         factors = (self.factors + tile * SF_WORDS + pair % SF_WORDS).to(gl.int64)
-        return Place(words.to(gl.int64), factors, is_nvfp4(self.factors.dtype.element_ty))
+        return Place(words.to(gl.int64), factors)
 
 
 @aggregate
@@ -101,7 +98,7 @@ class Words:
 class Step:
     """Weights of a tile, as they were loaded, and a word of scale factors for each pair of rows.
 
-    factors: int32 [8 * warps], of NVFP4 int64.
+    factors: int32 [8 * warps].
     """
 
     words: Words
@@ -114,46 +111,37 @@ class Place:
 
     words: gl.tensor  # int64 [32 * warps]
     factors: gl.tensor  # int64 [8 * warps]
-    nvfp4: gl.constexpr
 
     @gluon.jit
-    def load(self, step: gl.constexpr, is_wanted, OR_ZERO: gl.constexpr = False):
-        """Return a thread's weights and factors `step` tiles further along K; if is_wanted is 0 anything, or 0."""
+    def load(self, step: gl.constexpr, is_wanted):
+        """Return a thread's weights and factors `step` tiles further along K; if is_wanted is 0 anything."""
         first, second, third, fourth = gl.inline_asm_elementwise(
-            load_code(4, step * 2048, or_zero=OR_ZERO), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
+            load_code(4, step * 2048), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
-        asked = [self.factors, is_wanted]
-        if self.nvfp4:
-            factors = gl.inline_asm_elementwise(
-                load_code(1, step * 256, 64, OR_ZERO), "=&l,l,r", asked, dtype=gl.int64, is_pure=False, pack=1
-            )
-        else:
-            factors = gl.inline_asm_elementwise(
-                load_code(1, step * 128), "=&r,l,r", asked, dtype=gl.int32, is_pure=False, pack=1
-            )
+        factors = gl.inline_asm_elementwise(
+            load_code(1, step * 128), "=&r,l,r", [self.factors, is_wanted], dtype=gl.int32, is_pure=False, pack=1
+        )
         return Step(Words(first, second, third, fourth), factors)
 
     @gluon.jit
     def prefetch(self, step: gl.constexpr, steps: gl.constexpr, is_wanted):
         """Ask for the weights and factors of so many tiles along K, from `step` tiles further on, for the L2 cache."""
-        sf_bytes: gl.constexpr = 256 if self.nvfp4 else 128
         words: gl.constexpr = prefetch_code(step * 2048, steps * 2048)
-        factors: gl.constexpr = prefetch_code(step * sf_bytes, steps * sf_bytes)
+        factors: gl.constexpr = prefetch_code(step * 128, steps * 128)
         gl.inline_asm_elementwise(words, "=&r,l,r", [self.words, is_wanted], gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(factors, "=&r,l,r", [self.factors, is_wanted], gl.int32, is_pure=False, pack=1)
 
     @gluon.jit
     def advance(self, steps: gl.constexpr):
         """Return the place so many tiles further along K."""
-        sf_bytes: gl.constexpr = 256 if self.nvfp4 else 128
-        return Place(self.words + steps * 2048, self.factors + steps * sf_bytes, self.nvfp4)
+        return Place(self.words + steps * 2048, self.factors + steps * 128)
 
 
 @gluon.jit
 def either(condition, a, b):
     """Return one of two places."""
-    return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors), a.nvfp4)
+    return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors))
 
 
 @gluon.jit
@@ -266,13 +254,12 @@ def each_thread_layout(warps):
 
 
 @gluon.jit
-def to_bf16(words, factors, dot: gl.constexpr):
-    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from each thread's words and factors.
+def to_bf16(x, factors, dot: gl.constexpr):
+    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from its words [warp, half, g, k16, t].
 
     factors: int32, or int64 of NVFP4, whose operand lacks a factor `NVFP4_UP`.
     """
     warps: gl.constexpr = gl.num_warps()
-    x = by_thread(words)
     x = gl.join(gl.join(gl.join(x, x), gl.join(x, x)), gl.join(gl.join(x, x), gl.join(x, x)))
     x = x.permute([0, 1, 2, 5, 3, 6, 4, 7]).reshape([16 * warps, 64])
     x = gl.convert_layout(x, dot, assert_trivial=True)

@@ -10,11 +10,11 @@ from envoi.epilogues.lower import Lowered, lower
 from envoi.epilogues.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import as_stored, max_experts
-from envoi.ops.gemm.hopper_w4a16.many_config import BLOCK_K, ROLE_M, ManyConfig, many_config
+from envoi.ops.gemm.hopper_w4a8.config import TILE, W4A8Config, w4a8_config
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
-from envoi.runtime.tma import descriptor, tma_ready
+from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
 from envoi.types import Matrix, QuantTensor
 
 
@@ -30,12 +30,12 @@ def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
         return "halves of the weights' rows"
     if rows_must_fit(ir):
         return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.why_not_triton(ir, b.shape[-2])
-    return "" if chunk_columns(ir) <= ROLE_M else f"a piece of {chunk_columns(ir)} columns"
+    return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
 
 
 def run(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
-    grouping: Grouping, config: ManyConfig | None = None,
+    grouping: Grouping, config: W4A8Config | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
     M, N = a.shape[0], b.shape[-2]
@@ -54,33 +54,39 @@ def run(
     return triton_host.finish_outputs(ir, written, offsets)
 
 
+def chosen(a: torch.Tensor, b: QuantTensor, code: Lowered, grouping: Grouping) -> W4A8Config:
+    """Return the config for this call."""
+    E, N, K = cast(tuple[int, int, int], b.shape)
+    rows, widened = grouping.likely_rows(a.shape[0]), "nvfp4" if b.group[1] == 16 else "bf16"
+    return w4a8_config(N, K, rows, E, devices.num_sms(a.device), widened=widened, reduces_rows=code.partials > 0)
+
+
 def _launch(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], grouping: Grouping, config: ManyConfig | None,
+    outputs: list[torch.Tensor], grouping: Grouping, config: W4A8Config | None,
 ) -> None:  # fmt: skip
-    from envoi.ops.gemm.hopper_w4a16.kernel_many import many_kernel
+    from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch
 
-    config = config or many_config(b.shape[-1], grouping.likely_rows(a.shape[0]), b.shape[0])
+    config = config or chosen(a, b, code, grouping)
     given = arguments(a, b, offsets, code, operands, outputs, config)
-    launch(many_kernel, (devices.num_sms(a.device),), given, {"num_warps": config.num_warps})
-
-
-def as_words(b: QuantTensor) -> torch.Tensor:
-    """Return scale factors [E, N, groups] as the words of a row pair's in a tile: int32, or int64 of NVFP4."""
-    return b.sf.view(torch.uint8).flatten().view(torch.int64 if b.group[1] == 16 else torch.int32)
+    launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
 
 def arguments(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: ManyConfig,
+    outputs: list[torch.Tensor], config: W4A8Config,
 ) -> tuple:  # fmt: skip
     """Return the kernel's arguments."""
     M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
-    parts = torch.empty(code.partials * cdiv(N, ROLE_M) * M, dtype=torch.float32, device=a.device)
+    parts = torch.empty(code.partials * cdiv(N, TILE) * M, dtype=torch.float32, device=a.device)
     count = workspace.counters(M + config.block_y, a.device) if parts.numel() else parts.view(torch.int32)
+    tokens = tma_ready(a)
+    few = descriptor(tokens, config.block_y // 8, TILE) if config.widths > 1 else None
+    words = b.values.flatten().view(torch.int32).view(-1, 256)
+    factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, config.factor_words)
     return (
-        descriptor(tma_ready(a), config.block_y, BLOCK_K), b.values.view(torch.int32), as_words(b),
-        operands or (0,), as_stored(outputs), offsets, parts, count, M, N, K, E, config, code,
-        RowMode.of(True, False), max_experts(E, False),
+        descriptor(tokens, config.block_y, TILE), few, unswizzled_descriptor(words, 2, 256),
+        unswizzled_descriptor(factors, 1, config.factor_words), None, operands or (0,), as_stored(outputs), offsets,
+        parts, count, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip

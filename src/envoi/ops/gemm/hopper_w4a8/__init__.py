@@ -1,1 +1,1 @@
-"""GEMMs by expert on Hopper (sm_90) with MXFP4 weights, widened to E4M3 in registers, and FP8 tokens."""
+"""GEMMs by expert on Hopper (sm_90) with 4-bit weights, widened in registers to E4M3, for FP8 tokens, or to bf16."""

@@ -18,7 +18,7 @@ from envoi.epilogues.outputs import (
 )
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
-from envoi.ops.gemm.hopper_w4a8.config import BLOCK_K, TILE, W4A8Config, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import ROW_BYTES, TILE, W4A8Config, w4a8_config
 from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
@@ -53,7 +53,7 @@ def run(
         scaled = with_token_scale(ir)
         tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
-        _launch(a, b, offsets, code, tensors, written, grouping, config)
+        _launch(a, b, offsets, code, tensors, written, config or chosen(a, b, grouping))
     return written
 
 
@@ -62,16 +62,20 @@ def with_token_scale(ir: IR) -> IR:
     return with_scales(ir, "row", "")
 
 
+def chosen(a: QuantTensor, b: QuantTensor, grouping: Grouping) -> W4A8Config:
+    """Return the config for this call."""
+    E, N, K = cast(tuple[int, int, int], b.shape)
+    rows = grouping.likely_rows(a.shape[0])
+    return w4a8_config(N, K, rows, E, devices.num_sms(a.device), looks_up=not b.scales_at_most_2)
+
+
 def _launch(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], grouping: Grouping, config: W4A8Config | None,
+    outputs: list[torch.Tensor], config: W4A8Config,
 ) -> None:  # fmt: skip
     from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch
 
-    if config is None:
-        rows = grouping.likely_rows(a.shape[0])
-        config = w4a8_config(b.shape[-1], rows, b.shape[0], looks_up=not b.scales_at_most_2)
     given = arguments(a, b, offsets, code, operands, outputs, config)
     launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
@@ -85,9 +89,12 @@ def arguments(
     nothing = torch.empty(0, dtype=torch.float32, device=a.device)  # no epilogue here reduces rows
     words = b.values.flatten().view(torch.int32).view(-1, 256)
     factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
+    tokens = tma_ready(a.values)
+    few = descriptor(tokens, config.block_y // 8, ROW_BYTES) if config.widths > 1 else None
     return (
-        descriptor(tma_ready(a.values), config.block_y, BLOCK_K), unswizzled_descriptor(words, 4, 256),
-        unswizzled_descriptor(factors, 2, 32), tables_on(a.device) if config.looks_up else None,
+        descriptor(tokens, config.block_y, ROW_BYTES), few,
+        unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32),
+        tables_on(a.device) if config.looks_up else None,
         operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip

@@ -1,20 +1,28 @@
-"""GEMM by expert: MXFP4 weights widened to E4M3 in registers, FP8 tokens, any epilogue.
+"""GEMM by expert: 4-bit weights widened in registers to E4M3 or bf16, tokens in FP8 or bf16, any epilogue.
 
 Two or three CTAs on each SM: one's products hide another's epilogue. The warps of one are split into roles:
 
     role         warps   registers a thread   work
     consumer 0   4       what the others leave    its features of each tile: widening, products, epilogue
-    producer     1       24                       TMA loads of tokens, weights and factors
+    producer     1       24, or more by experts   TMA loads of tokens, weights and factors
 
-    acc += e4m3(weights of 64 of K) @ tokens of 64 of K       factors are in the operand, all else in the epilogue
+    acc += widened(weights of 64 of K) @ tokens of 64 of K    factors are in the operand, all else in the epilogue
 
-While the tensor cores multiply 64 of K, a consumer widens the next: products of two halves of a stage are in flight.
-Configs may also have two consumers, which share a tile's tokens and have the next features each.
+    config.widened   weights           tokens   tiles along K in a stage   in the epilogue yet
+    e4m3             MXFP4, by rows    E4M3     2                          2^r of the weights' row, the tokens' scales
+    bf16             MXFP4             bf16     1
+    nvfp4            NVFP4             bf16     1                          2^8, the weights' scale
+
+While the tensor cores multiply 64 of K, a consumer widens the next: products of two steps are in flight. An expert's
+last tile may be as narrow as its rows allow (`tile_scheduler`). Configs may also have two consumers, which share a
+tile's tokens and have the next features each.
 
     barrier   arrivals                           who waits   parity awaited
     full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
-    empty     2: a consumer after its products   producer    (n & 1) ^ 1
+    empty     1 or 2: consumers after products   producer    (n & 1) ^ 1
 """
+
+from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -28,21 +36,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.tile_gluon import halves
 from envoi.ops.gemm.hopper.problem import Problem
-from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile
-from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler
-from envoi.ops.gemm.hopper_w4a8.widening import operands, pairs_layout, words_layout
+from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile, run_epilogue
+from envoi.ops.gemm.hopper.tile_scheduler import Tile
+from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
+from envoi.ops.gemm.hopper_w4a8.widening import by_block, operands, pairs_layout, words_layout, words_of_pairs
+from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
 
+class Sources(NamedTuple):
+    """TMA descriptors: of tokens in boxes of a whole tile and of an eighth of one, of weights, of factors."""
+
+    tokens: Any
+    few_tokens: Any
+    words: Any
+    factors: Any
+
+
 @aggregate
 class Stages:
-    """Ring of stages: tokens of 128 of K each, and the weights of all consumers."""
+    """Ring of stages: 128 bytes of each token, and all consumers' weights for that part of K."""
 
-    tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128]
-    words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 4, 256]
-    factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2, 32]
+    tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128] or bf16 [num_stages, block_y, 64]
+    words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2 * steps_per_stage, 256]
+    factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, steps_per_stage, factor_words]
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
     full: gl.shared_memory_descriptor
     cfg: gl.constexpr
@@ -65,24 +84,51 @@ class Stages:
         return Stages(tokens, words, factors, empty, full, cfg)
 
     @gluon.jit
-    def fill(self, x_desc, w_desc, f_desc, step, token, first_tile, k_stage):
-        """Producer: load the k_stage-th 128 of K of the tokens from `token` on and of the row tiles from first_tile on.
+    def fill(self, descs, step, tile, width, first_tile, k_stage):
+        """Producer: load the k_stage-th part of K of a tile's tokens and of the row tiles from first_tile on.
 
-        step: since the kernel began. Of tiles after an expert's last one no product is used.
+        step: since the kernel began. Of row tiles after an expert's last one no product is used.
         """
         cfg: gl.constexpr = self.cfg
-        num_row_tiles: gl.constexpr = cfg.num_row_tiles
         stage = step % cfg.num_stages
         mbarrier.wait(self.empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
-        full = self.full.index(stage)
-        weight_bytes: gl.constexpr = (w_desc.block_type.nbytes + f_desc.block_type.nbytes) * cfg.num_row_tiles
-        mbarrier.expect(full, x_desc.block_type.nbytes + weight_bytes)
-        tma_load(x_desc, [token, k_stage * 128], full, self.tokens.index(stage))
+        if cfg.widths == 1:
+            self.fill_tokens(descs, stage, tile.y, k_stage, 0)
+        else:
+            self.fill_by_width(descs, stage, tile.y, k_stage, width)
+        num_row_tiles: gl.constexpr = cfg.num_row_tiles
         for r in gl.static_range(num_row_tiles):
-            tile = (first_tile + r) * cfg.num_steps + k_stage * 2
-            slot = stage * cfg.num_row_tiles + r
-            tma_load(w_desc, [tile * 2, 0], full, self.words.index(slot))
-            tma_load(f_desc, [tile, 0], full, self.factors.index(slot))
+            row_tile = (first_tile + r) * cfg.num_steps + k_stage * cfg.steps_per_stage
+            slot = stage * num_row_tiles + r
+            tma_load(descs.words, [row_tile * 2, 0], self.full.index(stage), self.words.index(slot))
+            tma_load(descs.factors, [row_tile, 0], self.full.index(stage), self.factors.index(slot))
+
+    @gluon.jit
+    def fill_by_width(self, descs, stage, token, k_stage, width):
+        """Producer: `fill_tokens` for a width that is known at run time."""
+        if width == 0:
+            self.fill_tokens(descs, stage, token, k_stage, 0)
+        elif width == 1:
+            self.fill_tokens(descs, stage, token, k_stage, 1)
+        elif width == 2:
+            self.fill_tokens(descs, stage, token, k_stage, 2)
+        else:
+            self.fill_tokens(descs, stage, token, k_stage, 3)
+
+    @gluon.jit
+    def fill_tokens(self, descs, stage, token, k_stage, WIDTH: gl.constexpr):
+        """Producer: expect all bytes of a stage, and load its tokens: all, or as many boxes as a narrower tile has."""
+        num_row_tiles: gl.constexpr = self.cfg.num_row_tiles
+        full = self.full.index(stage)
+        weight_bytes: gl.constexpr = (descs.words.block_type.nbytes + descs.factors.block_type.nbytes) * num_row_tiles
+        mbarrier.expect(full, (descs.tokens.block_type.nbytes >> WIDTH) + weight_bytes)
+        if WIDTH == 0:
+            tma_load(descs.tokens, [token, k_stage * self.cfg.block_k], full, self.tokens.index(stage))
+        else:
+            box: gl.constexpr = descs.few_tokens.block_type.shape[0]
+            for i in gl.static_range(8 >> WIDTH):
+                to = self.tokens.index(stage).slice(i * box, box, 0)
+                tma_load(descs.few_tokens, [token + i * box, k_stage * self.cfg.block_k], full, to)
 
     @gluon.jit
     def wait(self, step):
@@ -90,17 +136,25 @@ class Stages:
         mbarrier.wait(self.full.index(step % self.cfg.num_stages), (step // self.cfg.num_stages) & 1)
 
     @gluon.jit
-    def tokens_of(self, step, BLOCK: gl.constexpr):
-        """Consumer: return the tokens of 32 of K, [32, block_y]."""
-        return self.tokens.index(step % self.cfg.num_stages).slice(BLOCK * 32, 32, 1).permute((1, 0))
+    def tokens_of(self, step, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
+        """Consumer: return the first T tokens of COUNT elements of K from FIRST on, [COUNT, T]."""
+        tokens = self.tokens.index(step % self.cfg.num_stages)
+        return tokens.slice(0, T, 0).slice(FIRST, COUNT, 1).permute((1, 0))
 
     @gluon.jit
-    def widened(self, step, row_tile, lut, HALF: gl.constexpr, dot: gl.constexpr):
-        """Consumer: return the operands of a tile: half HALF of a stage, one of its row tiles."""
+    def multiply(self, step, row_tile, acc, lut, PART: gl.constexpr, dot: gl.constexpr):
+        """Consumer: widen a tile of weights, part PART of a stage along K, and start its products with the tokens."""
+        T: gl.constexpr = acc.shape[1]
         slot = step % self.cfg.num_stages * self.cfg.num_row_tiles + row_tile
-        words = self.words.index(slot).slice(2 * HALF, 2, 0).load(words_layout)
-        factors = self.factors.index(slot).slice(HALF, 1, 0).load(pairs_layout).reshape([32])
-        return operands(words, factors, lut, self.cfg.looks_up, dot)
+        words = self.words.index(slot).slice(2 * PART, 2, 0).load(words_layout)
+        factors = self.factors.index(slot).slice(PART, 1, 0)
+        if self.cfg.widened == "e4m3":
+            a0, a1 = operands(words, factors.load(pairs_layout).reshape([32]), lut, self.cfg.looks_up, dot)
+            acc = warpgroup_mma(a0, self.tokens_of(step, PART * 64, 32, T), acc, is_async=True)
+            return warpgroup_mma(a1, self.tokens_of(step, PART * 64 + 32, 32, T), acc, is_async=True)
+        else:
+            w = to_bf16(by_block(words), words_of_pairs(factors, self.cfg.factor_words), dot)
+            return warpgroup_mma(w, self.tokens_of(step, 0, 64, T), acc, is_async=True)
 
     @gluon.jit
     def release(self, step):
@@ -109,46 +163,40 @@ class Stages:
 
 
 @gluon.jit
-def producer(x_desc, w_desc, f_desc, stages, problem):
+def producer(x_desc, few_desc, w_desc, f_desc, stages, problem):
     """Role: fill the stages, tile after tile."""
     cfg: gl.constexpr = problem.cfg
-    scheduler = TileScheduler.create(problem)
+    tiles = Tiles.create(problem)
     num_row_tiles = problem.N // 64
     step = 0
-    for t in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
-        tile = scheduler.tile(t)
+    for t in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        tile, width = tiles.tile(t)
         first_tile = tile.expert * num_row_tiles + tile.x // 64
         for k in range(cfg.stages_of_k):
-            stages.fill(x_desc, w_desc, f_desc, step, tile.y, first_tile, k)
+            stages.fill(Sources(x_desc, few_desc, w_desc, f_desc), step, tile, width, first_tile, k)
             step += 1
 
 
 @gluon.jit
-def multiply(accs, stages, step, lut, R: gl.constexpr, HALVES: gl.constexpr, dot: gl.constexpr):
-    """Return the accumulators of a consumer's row tiles plus the products of HALVES times 64 of K, from `step` on.
+def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot: gl.constexpr):
+    """Return the accumulators of a consumer's row tiles plus the products of STEPS times 64 of K, from `step` on.
 
-    The products of one half are in flight while the next half is widened.
+    The products of one step are in flight while the next one is widened.
     """
-    cfg: gl.constexpr = stages.cfg
-    row_tiles: gl.constexpr = cfg.row_tiles
-    for i in gl.static_range(HALVES):
-        if i % 2 == 0:
-            stages.wait(step + i // 2)
+    row_tiles: gl.constexpr = stages.cfg.row_tiles
+    each: gl.constexpr = stages.cfg.steps_per_stage
+    in_flight: gl.constexpr = row_tiles * each  # products of a step: of FP8 two for each row tile
+    for i in gl.static_range(STEPS):
+        if i % each == 0:
+            stages.wait(step + i // each)
         made = ()
         for r in gl.static_range(row_tiles):
-            a0, a1 = stages.widened(step + i // 2, R * row_tiles + r, lut, i % 2, dot)
-            acc = warpgroup_mma(a0, stages.tokens_of(step + i // 2, i % 2 * 2), accs[r], is_async=True)
-            acc = warpgroup_mma(a1, stages.tokens_of(step + i // 2, i % 2 * 2 + 1), acc, is_async=True)
+            acc = stages.multiply(step + i // each, R * row_tiles + r, accs[r], lut, i % each, dot)
             made = made + (acc,)
-        if i + 1 < HALVES:
-            accs = waited(made, 2 * row_tiles)
-            if i > 0 and i % 2 == 0:
-                stages.release(step + i // 2 - 1)
-        else:
-            accs = waited(made, 0)
-            if i > 0 and i % 2 == 0:
-                stages.release(step + i // 2 - 1)
-            stages.release(step + i // 2)
+        accs = waited(made, in_flight if i + 1 < STEPS else 0)
+        if i > 0 and i % each == 0:
+            stages.release(step + i // each - 1)
+    stages.release(step + (STEPS - 1) // each)
     return accs
 
 
@@ -166,31 +214,79 @@ def consumer(stages, lut, epilogue, R: gl.constexpr):
     """Role: multiply this consumer's features of every tile, then the epilogue. R: which of the consumers."""
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
-    T: gl.constexpr = cfg.block_y
-    turn: gl.constexpr = cfg.stages_per_turn
-    full_stages: gl.constexpr = cfg.num_steps // 2
-    num_turns: gl.constexpr = full_stages // turn
-    row_tiles: gl.constexpr = cfg.row_tiles
-    rest: gl.constexpr = cfg.num_steps - num_turns * turn * 2  # halves
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 32])
-    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
-    scheduler = TileScheduler.create(problem)
+    tiles = Tiles.create(problem)
     buffers = EpilogueBuffers.create(epilogue, cfg)
     step = 0
-    for t in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
-        tile = scheduler.tile(t)
-        accs = ()
-        for _r in gl.static_range(row_tiles):
-            accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
-        for _i in range(num_turns):
-            accs = multiply(accs, stages, step, lut, R, turn * 2, dot)
-            step += turn
-        if rest > 0:
-            accs = multiply(accs, stages, step, lut, R, rest, dot)
-            step += (rest + 1) // 2
-        share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
-        if share.x < problem.N:
+    for t in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        tile, width = tiles.tile(t)
+        if cfg.widths == 1:
+            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y)
+        else:
+            multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R)
+        step += cfg.stages_of_k
+
+
+@gluon.jit
+def multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R: gl.constexpr):
+    """Run `multiply_tile` for a width that is known at run time."""
+    block_y: gl.constexpr = stages.cfg.block_y
+    if width == 0:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y)
+    elif width == 1:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 2)
+    elif width == 2:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 4)
+    else:
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 8)
+
+
+@gluon.jit
+def multiply_tile(stages, step, lut, tile, buffers, epilogue, R: gl.constexpr, T: gl.constexpr):
+    """Multiply a consumer's features of a tile of T tokens, whose stages begin at `step`, then run the epilogue."""
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    row_tiles: gl.constexpr = cfg.row_tiles
+    turn: gl.constexpr = cfg.stages_per_turn * cfg.steps_per_stage  # steps
+    num_turns: gl.constexpr = cfg.num_steps // turn
+    rest: gl.constexpr = cfg.num_steps - num_turns * turn
+    k: gl.constexpr = 16 * cfg.steps_per_stage  # of an instruction
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, k])
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2 * cfg.steps_per_stage)
+    accs = ()
+    for _r in gl.static_range(row_tiles):
+        accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
+    for _i in range(num_turns):
+        accs = multiply(accs, stages, step, lut, R, turn, dot)
+        step += cfg.stages_per_turn
+    if rest > 0:
+        accs = multiply(accs, stages, step, lut, R, rest, dot)
+    share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
+    if share.x < problem.N:
+        if cfg.widened == "nvfp4":
+            accs = times(accs, NVFP4_UP)
+        if cfg.reduces_rows:
+            finish_rows(accs, share, buffers, epilogue)
+        else:
             finish(accs, share, buffers, epilogue)
+
+
+@gluon.jit
+def times(accs, factor: gl.constexpr):
+    """Return the accumulators times a factor."""
+    scaled = ()
+    for r in gl.static_range(len(accs)):
+        scaled = scaled + (accs[r] * factor,)
+    return scaled
+
+
+@gluon.jit
+def finish_rows(accs, tile, buffers, epilogue):
+    """Run an epilogue that reduces rows, through shared memory. tile: the first corner."""
+    for r in gl.static_range(len(accs)):
+        x = tile.x + r * 64
+        if x < epilogue.problem.N:
+            acc = gl.permute(by_token(accs[r]), (1, 0))
+            run_epilogue(acc, Tile(x, tile.y, tile.row_end, tile.expert), 0, False, 0, buffers, epilogue)
 
 
 @gluon.constexpr_function
@@ -242,21 +338,22 @@ def by_token(acc):
 @gluon.constexpr_function
 def consumer_registers(cfg):
     """Return the registers a thread of the second consumer and of the producer."""
-    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, 24]
+    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, cfg.producer_registers]
 
 
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
+    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
     cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
-    x_desc: TMA descriptor of E4M3 tokens [M, K], boxes [block_y, 128]. w_desc: of weights as int32 [2 * tiles, 256],
-    boxes [4, 256], two tiles along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables
-    of `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`;
-    they are flat because a launch takes no descriptor within a tuple.
+    x_desc, few_desc: TMA descriptors of tokens [M, K], E4M3 or bf16, boxes of 128 bytes by block_y rows and, if an
+    expert's last tile may be narrower, block_y / 8, else None. w_desc: of weights as int32 [2 * tiles, 256], boxes of a
+    stage's tiles along K. f_desc: of factors as int32 [tiles, 32 or 64], likewise. lut: int64 [16], tables of
+    `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`; they
+    are flat because a launch takes no descriptor within a tuple.
     """
     stages = Stages.create(x_desc, w_desc, f_desc, cfg)
     fence_async_shared()
@@ -268,11 +365,11 @@ def w4a8_kernel(
     if cfg.num_consumers == 1:
         gl.warp_specialize([
             (consumer, (stages, lut, epilogue, 0)),
-            (producer, (x_desc, w_desc, f_desc, stages, problem)),
-        ], [1], [24])  # fmt: skip
+            (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
+        ], [1], [cfg.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (stages, lut, epilogue, 0)),
             (consumer, (stages, lut, epilogue, 1)),
-            (producer, (x_desc, w_desc, f_desc, stages, problem)),
+            (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
         ], [4, 1], consumer_registers(cfg))  # fmt: skip

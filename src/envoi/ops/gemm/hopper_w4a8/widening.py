@@ -21,6 +21,10 @@ words_layout = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))  
 pairs_layout = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [1, 32])
 )
+# int32 [1, 64]: a thread has both words of its pair.
+two_words_layout = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1]], [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]], [], [1, 64])
+)
 
 
 @gluon.jit
@@ -50,6 +54,16 @@ def by_row(first, second, dot: gl.constexpr):
 def by_block(words):
     """Return a tile's words [2, 256] as [warp, half, g, k16, t]."""
     return words.reshape([4, 8, 4, 2, 2]).permute([0, 4, 1, 3, 2])
+
+
+@gluon.jit
+def words_of_pairs(factors, WORDS: gl.constexpr):
+    """Load the factors [1, WORDS] of a tile's pairs of rows: int32 [32], or int64 where a pair has two words."""
+    if WORDS == 32:
+        return factors.load(pairs_layout).reshape([32])
+    else:  # noqa: RET505 - the compiler must not see this branch
+        low, high = gl.split(factors.load(two_words_layout).reshape([32, 2]))
+        return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
 
 
 @gluon.jit
