@@ -36,7 +36,7 @@ ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores"
 NOT_RUN: frozenset[str] = frozenset({
     "w4a8-l1-16", "w4a8-l1-64", "w4a8-l1-128", "w4a8-l2-128", "w4a8-l1", "w4a8-l2", "w4a8-sent", "w4a8-l1-tables",
     "w4a8-permute", "w4a8-few-l1-ids", "w4a8-few-l2-ids", "w4a8-few-l1", "w4a8-few-l2", "w4a8-few-l1-16",
-    "w4a8-few-l2-16", "w4a8-few-l1-32", "w4a8-few-l2-32", "w4a8-few-l1-32-7168", "w4a8-few-l2-32-2048",
+    "w4a8-few-l2-16", "w4a8-few-l1-16-7168", "w4a8-few-l2-16-2048",
     "w4a8-few-l1-tables",
 })  # fmt: skip
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.

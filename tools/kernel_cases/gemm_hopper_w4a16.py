@@ -76,12 +76,10 @@ CASES = (
     Case("few-l2-ids", "l2", 1, fp8=True),
     Case("few-l1", "l1", 16, fp8=True),
     Case("few-l2", "l2", 16, fp8=True),
-    Case("few-l1-16", "l1", 64, fp8=True),
-    Case("few-l2-16", "l2", 64, fp8=True),
-    Case("few-l1-32", "l1", 128, fp8=True),
-    Case("few-l2-32", "l2", 128, fp8=True),
-    Case("few-l1-32-7168", "l1", 128, sizes=LARGE_SIZES, fp8=True),
-    Case("few-l2-32-2048", "l2", 128, sizes=LARGE_SIZES, fp8=True),
+    Case("few-l1-16", "l1", 48, fp8=True),
+    Case("few-l2-16", "l2", 48, fp8=True),
+    Case("few-l1-16-7168", "l1", 48, sizes=LARGE_SIZES, fp8=True),
+    Case("few-l2-16-2048", "l2", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
 )
 
