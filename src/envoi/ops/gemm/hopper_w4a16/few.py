@@ -22,7 +22,7 @@ from envoi.types import QuantTensor
 
 ORDERS = "fragments", FP8_ORDER
 MAX_TOPK = 32
-MOST_ROWS = 20  # of an expert on average; above, the other kernel is faster
+MOST_ROWS, MOST_ROWS_FP8 = 20, 6  # of an expert on average; above, the kernels for many tokens are faster
 REGISTERS = 128
 COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
 
@@ -75,7 +75,7 @@ def why_not(layer: Layer, num_tokens: int, num_topk: int) -> str:
         return "the weights' order"
     if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:
         return "too many experts"
-    if num_tokens * num_topk > MOST_ROWS * layer.num_experts:
+    if num_tokens * num_topk > (min(MOST_ROWS, MOST_ROWS_FP8) if layer.fp8 else MOST_ROWS) * layer.num_experts:
         return "too many tokens"
     return "" if configs_of(layer, 1)[0].shared_bytes <= SHARED_BYTES else "tokens too wide for shared memory"
 

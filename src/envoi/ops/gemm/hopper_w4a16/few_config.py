@@ -8,8 +8,8 @@ from envoi.runtime.math import next_power_of_2
 
 MAX_EXPERTS = 512  # the ends of their tiles are in every warp's registers
 UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that divides K / 64, else the first
+UNROLLED_FP8 = (9, 8, 7, 6, 5, 4, 3)  # no product waits for its factor, which leaves registers for more steps
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
-WIDER_FROM = 10  # from which tiles of FP8 tokens have 32
 MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
 MANY_STEPS = 96  # of K; above, the tokens of tiles of 16 wouldn't fit the shared memory
 LATE = 2  # steps of five, in tiles of 16
@@ -21,7 +21,7 @@ RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go 
 class FewConfig(Constant):
     """Constants of the kernel for few tokens.
 
-    tile_tokens: 8 or 16 tokens of a tile, 32 of `fp8`. num_warps: 4 or 8, or 16 of `fp8`, each with 16 features.
+    tile_tokens: 8 or 16 tokens of a tile. num_warps: 4 or 8, or 16 of `fp8`, each with 16 features.
     num_steps: K / 64. room_steps: that of the GEMM with the larger K. Both take as much shared memory: while CTAs of
         the first end and those of the second begin, none finds a gap that is too small for it.
     unroll: steps of K whose weights are requested together, the unit in which work is shared out.
@@ -152,16 +152,18 @@ def few_configs(
     first = FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots)
     second = FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts)
     if fp8:
-        tokens = 32 if num_slots > WIDER_FROM * num_experts else tile[0]
-        first, second = (_with_fp8(config, tokens, looks_up) for config in (first, second))
+        first, second = (_with_fp8(config, looks_up) for config in (first, second))
     return _requesting(first, wide, slots > 0), _requesting(second, wide, slots > 0)
 
 
-def _with_fp8(config: FewConfig, tile_tokens: int, looks_up: bool) -> FewConfig:
-    """Return the config for FP8 tokens: up to tile_tokens in a tile, 16 warps on an SM, as far as both fit."""
-    config = replace(config, fp8=True, looks_up=looks_up, tile_tokens=tile_tokens)
-    while config.shared_bytes > SHARED_BYTES and config.tile_tokens > 8:
-        config = replace(config, tile_tokens=config.tile_tokens // 2)
+def _with_fp8(config: FewConfig, looks_up: bool) -> FewConfig:
+    """Return the config for FP8 tokens: 8 in a tile if 16 don't fit, and 16 warps on an SM as far as those fit."""
+    config = replace(config, fp8=True, looks_up=looks_up)
+    if not looks_up:
+        unroll = next((u for u in UNROLLED_FP8 if config.num_steps % u == 0), UNROLLED_FP8[1])
+        config = replace(config, unroll=unroll)
+    if config.shared_bytes > SHARED_BYTES:
+        config = replace(config, tile_tokens=8)
     warps = (replace(config, num_warps=num_warps) for num_warps in (4, 8, 16) if num_warps >= config.num_warps)
     return next((fits for fits in warps if fits.ctas_per_sm * fits.num_warps == 16), config)
 
@@ -171,7 +173,7 @@ def _requesting(config: FewConfig, wide: bool, is_short: bool) -> FewConfig:
 
     is_short: so few slots that a CTA has few groups.
     """
-    if wide and config.unroll == 5 and config.num_steps % 5 == 0:
+    if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
         return replace(config, late=LATE)
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not is_short)

@@ -13,7 +13,7 @@ from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
 SLAB = gl.constexpr(16)  # steps of K that one copy brings
 ROWS = gl.constexpr(8)  # of tokens that are quantised together
-HELD = gl.constexpr(128)  # numbers of bf16 that a thread requests at once
+HELD = gl.constexpr(64)  # numbers of bf16 that a thread requests at once
 E4M3_MAX = gl.constexpr(448.0)
 
 

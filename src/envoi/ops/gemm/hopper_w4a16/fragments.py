@@ -33,11 +33,15 @@ def pair_layout(warps):
 
 
 @gluon.constexpr_function
-def load_code(words, offset):
-    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0."""
+def load_code(words, offset, or_zero=False):
+    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0.
+
+    or_zero: else the words are 0, not anything.
+    """
     to, kind = ("{$0, $1, $2, $3}", ".v4") if words == 4 else ("$0", "")
     load = f"ld.global.L1::no_allocate{kind}.b32 {to}, [${words} + {offset}];"
-    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; @p {load} }}"
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(words)) + " " if or_zero else ""
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros}@p {load} }}"
 
 
 @gluon.constexpr_function
@@ -113,10 +117,10 @@ class Place:
     factors: gl.tensor  # int64 [8 * warps]
 
     @gluon.jit
-    def load(self, step: gl.constexpr, is_wanted):
-        """Return a thread's weights and factors `step` tiles further along K; if is_wanted is 0 anything."""
+    def load(self, step: gl.constexpr, is_wanted, OR_ZERO: gl.constexpr = False):
+        """Return a thread's weights and factors `step` tiles further along K; if is_wanted is 0 anything, or 0."""
         first, second, third, fourth = gl.inline_asm_elementwise(
-            load_code(4, step * 2048), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
+            load_code(4, step * 2048, OR_ZERO), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         factors = gl.inline_asm_elementwise(
