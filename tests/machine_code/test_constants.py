@@ -36,7 +36,7 @@ def other(value):
     if isinstance(value, (int, float)):
         return value + 1
     if isinstance(value, str):
-        return value + "x"
+        return {"e4m3": "bf16", "bf16": "nvfp4"}.get(value, value + "x")  # weights of other kinds have no sizes
     if isinstance(value, tuple):
         return (*value, 1)
     if isinstance(value, torch.dtype):

@@ -31,7 +31,8 @@ from tools.kernel_cases import gemm_hopper_w4a16 as cases
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 
 # Sums of FP8 products keep 14 bits, which now and then moves a number of L1's rows to the next of E4M3.
-MOST = 1.5e-2  # at most 8e-3 in a run of 40 cases; tokens and rows in FP8 alone: 4.5e-2
+# One of a single token's few rows weighs most: a number's next is 1/16 of it.
+MOST = 3e-2  # tokens and rows in FP8 alone: 4.5e-2
 # Powers of two and their neighbours; K in whole groups of steps, and not; one step; CTAs of 4, 8 and 16 warps.
 SIZES = [(2880, 2880), (2048, 1408), (1536, 768), (64, 64), (128, 192), (704, 576), (4096, 512), (7168, 192)]
 
