@@ -1,6 +1,7 @@
 """Public function `envoi.plan`: what a call will launch and how much memory it takes, before it is made."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,11 +69,9 @@ def plan(
     device = next(x for x in tensors if x is not None).device
     if device.type not in ("meta", "cuda") or (device.type == "cuda" and arch is not None):
         raise ValueError(f"arguments: expected tensors on meta, or on a GPU without arch, got {device} and arch {arch}")
-    if num_sms is not None:
-        with limited(num_sms):
-            target = Target.of(device) if device.type == "cuda" else Target(arch or "sm_90", num_sms)
-    else:
-        target = Target.of(device) if device.type == "cuda" else Target(arch or "sm_90", SMS_WITHOUT_GPU)
+    with nullcontext() if num_sms is None else limited(num_sms):
+        on_meta = Target(arch or "sm_90", num_sms or SMS_WITHOUT_GPU)
+        target = Target.of(device) if device.type == "cuda" else on_meta
     try:
         made = program.plan(function.__wrapped__, arguments, named, tensors, target)
     except RefusedError as error:

@@ -569,6 +569,10 @@ def test_a_workspace_is_the_callers(hopper):
     for wrong in (memory[:-16], memory[1:], memory.view(-1, 32)[:, :16]):
         with pytest.raises(ValueError, match=f"workspace: expected {memory.nbytes} contiguous bytes"):
             case.function(*given, **named, workspace=wrong)
+    free = len(found._free)
+    with pytest.raises(ValueError, match="workspace: expected a tensor on cpu"):
+        case.function(*given, **named, workspace=memory.to("meta"))
+    assert len(found._free) == free, "a refused call takes no frame"
 
 
 def test_fewer_multiprocessors_are_another_plan(hopper):

@@ -29,7 +29,7 @@ from envoi.runtime.custom_op import watched
 from envoi.runtime.devices import limited
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.forms import Forms
-from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, run_first
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of, run_first
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
@@ -289,8 +289,7 @@ def copied(result: Any, given: Given) -> Any:
         return result
     found: list[torch.Tensor] = []
     build = program.take_apart(result, found)
-    forms = [(tuple(x.shape), x.stride(), x.dtype) for x in found]
-    check_out(given.out, forms, found[0].device)
+    check_out(given.out, forms_of(found), found[0].device)
     for x, y in zip(given.out, found, strict=True):
         x.copy_(y)
     return build(given.out)

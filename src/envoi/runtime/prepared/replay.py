@@ -127,8 +127,14 @@ def check_out(out: Sequence[torch.Tensor], forms: Sequence[tuple], device: torch
         raise ValueError("out: expected tensors that share no memory")
 
 
-def check_workspace(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """Return memory for a call's scratch; ValueError if it is too small or off 16 bytes."""
+def forms_of(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+    """Return shape, strides and dtype of each tensor, as `Driver.empty` and `check_out` take them."""
+    return [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in tensors]
+
+
+def check_workspace(memory: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for a call's scratch; ValueError if it is elsewhere, too small or off 16 bytes."""
+    expect_tensor("workspace", memory, device=device)
     if not memory.is_contiguous() or memory.nbytes < num_bytes or memory.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"workspace: expected {num_bytes} contiguous bytes at a multiple of 16, got {memory.nbytes}"
@@ -157,13 +163,13 @@ class Memory:
         """tensors: the call's, as `plan` took them."""
         self._program, self._driver = program, driver
         first: Any = tensors[0]
-        forms = [(tuple(x.shape), x.stride(), x.dtype) for x in program.outputs]
+        forms = forms_of(program.outputs)
         if given.out is not None:
             check_out(given.out, forms, first.device)
         self.outputs = [driver.empty(*form) for form in forms] if given.out is None else list(given.out)
         scratch: list[torch.Tensor] = []
         if program.scratch_bytes and given.workspace is not None:
-            scratch.append(check_workspace(given.workspace, program.scratch_bytes))
+            scratch.append(check_workspace(given.workspace, program.scratch_bytes, first.device))
         elif program.scratch_bytes:
             scratch.append(driver.empty((program.scratch_bytes // 4,), (1,), torch.float32))
         self._by_role: dict[int, Sequence[Any]] = {
@@ -253,7 +259,7 @@ class Prepared:
         self.launches = [launch for launch, _ in made]
         self._build = program.build
         self._parts = _parts(program, launched)
-        self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in program.outputs]
+        self._outputs = forms_of(program.outputs)
         self._scratch_floats = program.scratch_bytes // 4
         self._device = driver.device()
         keeps = 0 < self._scratch_floats <= workspace.MOST_SCRATCH
@@ -271,7 +277,11 @@ class Prepared:
     def run(self, addresses: Sequence[int], stream: int, given: Given = NOTHING_GIVEN) -> Any:
         """Make the launches for inputs at these addresses; return the result. The device must be the current one."""
         driver = self._driver
-        outputs = [driver.empty(*form) for form in self._outputs] if given.out is None else self._checked(given.out)
+        if given.out is not None:
+            check_out(given.out, self._outputs, self._device)
+        if given.workspace is not None:
+            check_workspace(given.workspace, 4 * self._scratch_floats, self._device)
+        outputs = [driver.empty(*form) for form in self._outputs] if given.out is None else given.out
         try:
             frame = self._free.pop()
         except IndexError:  # all are in use by other threads
@@ -288,7 +298,7 @@ class Prepared:
             kept = None
         if self._scratch_floats:
             if given.workspace is not None:
-                scratch = check_workspace(given.workspace, 4 * self._scratch_floats)
+                scratch = given.workspace
             elif kept is None:
                 scratch = driver.empty((self._scratch_floats,), (1,), torch.float32)
             else:
@@ -318,11 +328,6 @@ class Prepared:
         if kept is not None:
             kept.give_back(stream, scratch)
         return self._build(outputs)
-
-    def _checked(self, out: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return tensors for the outputs; ValueError if they aren't like what the call would allocate."""
-        check_out(out, self._outputs, self._device)
-        return out
 
     def _again(self, call: tuple[int, int, int, None], error: int) -> None:
         """Repeat a launch that a thread made which is new to CUDA and has no context. RuntimeError for other errors.
