@@ -35,7 +35,7 @@ MIXED = "MIXED_PRECISION"
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Who quantised a checkpoint, and a function from a module's name, and whether it has the matrices of all experts,
+    """Quantiser of a checkpoint, and a function from a module's name, and whether it has the matrices of all experts,
     to how that module is stored; None: not quantised."""
 
     file: Path
