@@ -343,9 +343,10 @@ def test_no_experts(rows, for_a, for_b):
 def test_any_shape(m, n, k, seed):
     a, b = normal(m, k, seed=seed), normal(2 * n, k, seed=seed + 1)
     got = gemm(a, b, epilogue(lambda acc: (pairs(acc)[1], silu(acc))))
-    want = oracle(a, b)
-    assert relative_error(got[0], want[:, 1::2]) < 1e-5
-    assert relative_error(got[1], torch.nn.functional.silu(want)) < 1e-5
+    want, terms = oracle(a, b), oracle(a.abs(), b.abs())
+    # Of the sum of the terms' magnitudes: a single product that is nearly 0 has no relative precision.
+    assert bool(((got[0] - want[:, 1::2]).abs() <= 1e-6 * terms[:, 1::2]).all())
+    assert bool(((got[1] - torch.nn.functional.silu(want)).abs() <= 1e-6 * terms).all())
 
 
 def flat(a, b, ending, values, *more):
