@@ -40,7 +40,7 @@ EDITS = {
     "the kernel": (0, "ops.gemm.hopper.kernel", "num_consumers == 3", "num_consumers == 4"),
     "a device function": (0, "ops.gemm.hopper.mainloop", "warpgroup_mma(", "warpgroup_mma_twice("),
     "a constexpr function": (0, "ops.gemm.hopper.consumer", "cfg.consumers_per_tile > 1", "cfg.consumers_per_tile > 2"),
-    "an aggregate's method": (0, "ops.gemm.hopper.pipeline", "self.cfg.num_stages", "self.cfg.num_consumers"),
+    "an aggregate's method": (0, "runtime.ring", "self.num_stages - 1", "self.num_stages - 2"),
     "a property of a constant": (0, "ops.gemm.hopper.config", "self.num_stages", "self.num_consumers"),
     "what a generated epilogue calls": (1, "epilogues.tile_gluon", "return [turns, ", "return [turns + 1, "),
     "what that calls": (1, "epilogues.device", "power_of_two(x * -LOG2_E)", "power_of_two(x * LOG2_E)"),

@@ -112,7 +112,7 @@ def test_words_that_mbarriers_hand_over_are_told_apart():
 @pytest.mark.parametrize(
     ("put", "get", "change"),
     [
-        ("mbarrier.arrive(self.tile_ready", LOAD, {}), ("def put_word", LOAD, {}), (STORE, "def get_word", {}),
+        ("self.tiles.arrive_full(", LOAD, {}), ("def put_word", LOAD, {}), (STORE, "def get_word", {}),
         (LOAD, STORE, {}), (STORE, STORE, {}), (STORE, LOAD, {"pipeline.py": "mainloop.py"}),
         (STORE, LOAD, {"fused_kernel": "gemm_kernel"}), (STORE, LOAD, {"Read": "Write"}),
     ],

@@ -6,6 +6,7 @@ Wrong are a stage that is filled before all have read it, or read before it is f
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,14 +76,14 @@ for _name, _member in vars(Ring).items():
 
 def filler(ring: Any, num_steps: int, num_readers: int, unread: list[int], by_tma: bool) -> Role:
     for step in range(num_steps):
-        yield lambda: ring.wait_empty(step)
+        yield partial(ring.wait_empty, step)
         stage = ring.stage(step)
         assert unread[stage] == 0, f"step {step} overwrites what isn't read"
         ring.contents[stage], unread[stage] = step, num_readers
         if by_tma:
-            yield lambda: ring.expect(stage, 128)
+            yield partial(ring.expect, stage, 128)
         else:
-            yield lambda: ring.arrive_full(step)
+            yield partial(ring.arrive_full, step)
 
 
 def reader(ring: Any, num_steps: int, unread: list[int], late: bool) -> Role:
@@ -93,17 +94,17 @@ def reader(ring: Any, num_steps: int, unread: list[int], late: bool) -> Role:
         unread[ring.stage(step)] -= 1
 
     for step in range(num_steps):
-        yield lambda: ring.wait_full(step)
+        yield partial(ring.wait_full, step)
         if late:
             if step > 0:
                 read(step - 1)
-            yield lambda: ring.release_previous(step, step > 0)
+            yield partial(ring.release_previous, step, step > 0)
         else:
             read(step)
-            yield lambda: ring.release(step)
+            yield partial(ring.release, step)
     if late:
         read(num_steps - 1)
-        yield lambda: ring.release_previous(num_steps)
+        yield partial(ring.release_previous, num_steps)
 
 
 def run(roles: list[Role], draw: random.Random) -> None:

@@ -43,7 +43,8 @@ class Ring:
     def create(num_stages: gl.constexpr, num_fillers: gl.constexpr, num_readers: gl.constexpr):
         """Allocate the barriers and initialise them. The caller fences before any role uses them.
 
-        num_fillers, num_readers: arrivals that complete a round of a stage's `full` and `empty`. No readers: no `empty`.
+        num_fillers, num_readers: arrivals that complete a round of a stage's `full` and of its `empty`, which a ring
+        without readers doesn't have.
         """
         if num_readers > 0:
             empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())

@@ -1,10 +1,10 @@
 """Shared-memory stages and tensor-memory accumulators of the Blackwell GEMM, with their barriers.
 
-    ring          barrier   arrivals   who arrives                            who waits
-    stages        full      1          TMA, with all bytes of a stage         multiplier
-                  empty     1          tcgen05, once a stage's product ends   producer
-    accumulators  full      1          tcgen05, once a tile's products end    epilogue
-                  empty     1          the epilogue role, having read it      multiplier
+ring          barrier   arrivals   who arrives                            who waits
+stages        full      1          TMA, with all bytes of a stage         multiplier
+              empty     1          tcgen05, once a stage's product ends   producer
+accumulators  full      1          tcgen05, once a tile's products end    epilogue
+              empty     1          the epilogue role, having read it      multiplier
 """
 
 import triton.experimental.gluon.language as gl

@@ -123,7 +123,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
         tiles_multiplied += 1
     if args.trace is not None:
         if unit.k_end > unit.k_begin:
-            pipeline.wait_full(step)  # as the mainloop does first
+            pipeline.ring.wait_full(step)  # as the mainloop does first
     note_moment(args.trace, track, event, 1)
     rest = None
     # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
@@ -141,7 +141,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
     else:
         acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
     if skips_shares(cfg):
-        step = pipeline.skip(step, skipped)
+        step = pipeline.ring.skip(step, skipped)
     note_moment(args.trace, track, event, 2)
     if cfg.columns_ahead:
         epilogue.code.keep_columns(columns, buffers.columns)

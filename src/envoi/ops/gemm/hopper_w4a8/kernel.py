@@ -17,9 +17,9 @@ While the tensor cores multiply 64 of K, a consumer widens the next: products of
 last tile may be as narrow as its rows allow (`tile_scheduler`). Configs may also have two consumers, which share a
 tile's tokens and have the next features each.
 
-    barrier   arrivals                           who waits   parity awaited
-    full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
-    empty     1 or 2: consumers after products   producer    (n & 1) ^ 1
+    barrier of `Ring`   arrivals                           who waits
+    full                1: TMA, all bytes of a stage       consumers
+    empty               1 or 2: consumers after products   producer
 """
 
 from typing import Any, NamedTuple
