@@ -47,16 +47,22 @@ class Ring:
         without readers doesn't have.
         """
         if num_readers > 0:
-            empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+            empty = allocate_barriers(num_stages)
         else:
             empty: gl.constexpr = None
-        full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+        ring = Ring(allocate_barriers(num_stages), empty, num_stages)
+        ring.set_up(num_fillers, num_readers)
+        return ring
+
+    @gluon.jit
+    def set_up(self, num_fillers: gl.constexpr, num_readers: gl.constexpr):
+        """Initialise the barriers as `create` does it, for a caller that has allocated them."""
+        num_stages: gl.constexpr = self.num_stages
         set_up_together()
         for i in gl.static_range(num_stages):
             if num_readers > 0:
-                mbarrier.init(empty.index(i), count=num_readers)
-            mbarrier.init(full.index(i), count=num_fillers)
-        return Ring(full, empty, num_stages)
+                mbarrier.init(self.empty.index(i), count=num_readers)
+            mbarrier.init(self.full.index(i), count=num_fillers)
 
     @gluon.jit
     def stage(self, step):
@@ -94,8 +100,9 @@ class Ring:
 
     @gluon.jit
     def release(self, step, pred=True):
-        """Hand the step's stage back to who fills it. A wgmma that read it must have completed."""
-        mbarrier.arrive(self.empty.index(self.stage(step)), count=1, pred=pred)
+        """Hand the step's stage back to who fills it, if anybody waits for it. A wgmma that read it has completed."""
+        if self.empty is not None:
+            mbarrier.arrive(self.empty.index(self.stage(step)), count=1, pred=pred)
 
     @gluon.jit
     def release_previous(self, step, pred=True):
@@ -115,7 +122,13 @@ class Ring:
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     """Allocate mbarriers [COUNT, 1], and initialise each for so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    barriers = allocate_barriers(COUNT)
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=arrivals)
     return barriers
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """Allocate mbarriers [COUNT, 1], to be initialised by the caller."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
