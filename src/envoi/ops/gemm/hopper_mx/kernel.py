@@ -133,7 +133,7 @@ def consumer(args, role: gl.constexpr):
         acc, step = accumulate(args.pipeline, step, unit.k_end - unit.k_begin, role)
         tile = Tile(tile.x + role * cfg.rows_per_consumer, tile.y, tile.row_end, tile.expert)
         if tile.x < problem.N:
-            run_epilogue(in_order(acc), tile, 0, False, 0, buffers, args.epilogue)
+            run_epilogue((in_order(acc),), tile, 0, False, 0, buffers, args.epilogue)
 
 
 # Kernels for other divisors of these numbers, which vary from call to call, would have the same machine code.

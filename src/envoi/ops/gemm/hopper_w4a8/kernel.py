@@ -29,11 +29,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.tile_gluon import halves
+from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
@@ -183,15 +183,6 @@ def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot:
 
 
 @gluon.jit
-def waited(accs, OUTSTANDING: gl.constexpr):
-    """Return the accumulators once at most so many products are in flight."""
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs),)
-    else:
-        return warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs)
-
-
-@gluon.jit
 def consumer(stages, lut, epilogue, R: gl.constexpr):
     """Role: multiply this consumer's features of every tile, then the epilogue. R: which of the consumers."""
     problem = epilogue.problem
@@ -268,7 +259,7 @@ def finish_rows(accs, tile, buffers, epilogue):
         x = tile.x + r * 64
         if x < epilogue.problem.N:
             acc = gl.permute(by_token(accs[r]), (1, 0))
-            run_epilogue(acc, Tile(x, tile.y, tile.row_end, tile.expert), 0, False, 0, buffers, epilogue)
+            run_epilogue((acc,), Tile(x, tile.y, tile.row_end, tile.expert), 0, False, 0, buffers, epilogue)
 
 
 @gluon.constexpr_function

@@ -36,9 +36,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
+from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
 from envoi.ops.moe.router.device_types import Args, Outputs, Scalars, Tables
 from envoi.ops.moe.router.kernel_hopper_loads import Problem, ProducerArgs, Stages, load_first, producer
@@ -105,15 +105,6 @@ def zeros(tiling: gl.constexpr):
         return acc, rest
     else:
         return (acc,)
-
-
-@gluon.jit
-def waited(accs, OUTSTANDING: gl.constexpr):
-    """Return the accumulators once at most so many wgmma are in flight."""
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs),)
-    else:
-        return warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs)
 
 
 @gluon.jit
