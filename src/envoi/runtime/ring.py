@@ -69,17 +69,12 @@ class Ring:
         """Return the stage of a step."""
         return step % self.num_stages
 
-    @gluon.jit
-    def parity(self, step):
-        """Return the parity of a step's round."""
-        return (step // self.num_stages) & 1
-
     # who fills
 
     @gluon.jit
     def wait_empty(self, step):
         """Wait until the step's stage has been read in the round before; in the first round don't wait."""
-        mbarrier.wait(self.empty.index(self.stage(step)), self.parity(step) ^ 1)
+        mbarrier.wait(self.empty.index(self.stage(step)), ((step // self.num_stages) & 1) ^ 1)
 
     @gluon.jit
     def expect(self, stage, num_bytes: gl.constexpr, pred=True):
@@ -96,7 +91,12 @@ class Ring:
     @gluon.jit
     def wait_full(self, step):
         """Wait until the step's stage has been filled."""
-        mbarrier.wait(self.full.index(self.stage(step)), self.parity(step))
+        self.wait_round(self.stage(step), step // self.num_stages)
+
+    @gluon.jit
+    def wait_round(self, stage, round):
+        """Wait until a stage has been filled in a round, for a loop that counts both."""
+        mbarrier.wait(self.full.index(stage), round & 1)
 
     @gluon.jit
     def release(self, step, pred=True):
