@@ -60,7 +60,8 @@ def test_a_wide_tile_is_as_large_as_a_square_one():
 
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
     """Return the units that a tile uses of the buffer shared by x, in boxes of one unit, and y, in boxes of two."""
-    from envoi.ops.gemm.hopper.pipeline import x_box_index, y_box_index
+    from envoi.ops.gemm.hopper.pipeline import x_box_index
+    from envoi.ops.gemm.hopper.y_boxes import y_box_index
 
     used = [x_box_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
     for side in (0, 1) if wide else (0,):

@@ -3,16 +3,7 @@
 A stage holds a tile's operands for block_k elements along K, as TMA boxes:
 
     x box [rows_per_consumer, block_k]   one for each consumer of the tile
-    y box [block_y, block_k]             one, shared by the consumers
-
-    two widths (`cfg.rest_y`): block_y = main_y + rest_y features, since no tensor has 96, 160 or 192
-
-        y box [main_y, block_k]          the first features
-        rest box [rest_y, block_k]       the others, in a buffer of their own, by a descriptor of their own
-
-    narrowed (`cfg.narrowed`): block_y tokens, which the tensor cores see as the first of tensor_y
-
-        y boxes [main_y, block_k], then boxes [small_box, block_k]     in one buffer, by a descriptor each
+    y box [block_y, block_k]             one, shared by the consumers; other kinds of tiles have several, see `y_boxes`
 
     wide tail tiles (`cfg.wide_tail_tiles`; h = rows_per_consumer, block_y = 2 h)
 
@@ -38,9 +29,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
+from envoi.ops.gemm.hopper.y_boxes import (
+    Narrowed,
+    OneWidth,
+    TwoWidths,
+    as_matrix,
+    corner,
+    new_y_boxes,
+    num_y_boxes,
+)
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.ring import Ring, new_barriers
-from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
+from envoi.runtime.triton_compat import role_barrier, tma_load
 
 TILE_WORDS = gl.constexpr(5)  # of a published tile: its index in the order, x, y // block_y, row_end, expert
 WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
@@ -59,10 +59,8 @@ class Pipeline:
     """Buffers and barriers of all stages."""
 
     x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k], or [.., 2, half of them, ..]
-    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, main_y, block_k], or [.., 2, half, ..]; if
-    # narrowed [num_stages * block_y / 8, 8, block_k], or [num_stages, tensor_y, block_k]: see `y_rows`
+    y: OneWidth | TwoWidths | Narrowed
     ring: Ring
-    rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
     tiles: Ring | gl.constexpr  # num_stages + 1 published tiles, without `empty`; None where none is published
     tile_words: gl.shared_memory_descriptor | gl.constexpr  # int32 [(num_stages + 1) * TILE_WORDS, 1]
@@ -74,50 +72,22 @@ class Pipeline:
     def create(x_desc, y_desc, rest_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them.
 
-        rest_desc: None in a tile of one width.
+        rest_desc: second descriptor of y, or None, see `new_y_boxes`.
         """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
-        y_shape: gl.constexpr = y_bufs_shape(y_desc.block_type.shape, cfg)
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-        if cfg.wide_tail_tiles:
-            y_bufs = reinterpret(x_bufs, y_desc.dtype, y_shape, y_desc.layout)
-        else:
-            y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
-        if cfg.rest_y > 0:
-            rest_shape: gl.constexpr = [cfg.num_stages] + rest_desc.block_type.shape
-            rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, rest_shape, rest_desc.layout)
-        else:
-            rest_bufs: gl.constexpr = None
+        y = new_y_boxes(y_desc, rest_desc, x_bufs, takes_halves, cfg)
         ring = Ring.create(cfg.num_stages, 1, cfg.consumers_per_tile)
         if cfg.pingpong:
             turn = new_barriers(2, 1)
         else:
             turn: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, ring, rest_bufs, turn, None, None, takes_halves, cfg)
+        return Pipeline(x_bufs, y, ring, turn, None, None, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
         """Return x box i of a stage, [rows_per_consumer, block_k]."""
         return self.x_bufs.index(x_box_index(stage, i, self.cfg))
-
-    @gluon.jit
-    def y_box(self, stage, i):
-        """Return y box i of a stage, [tensor_y, block_k]."""
-        if self.cfg.narrowed:
-            return self.y_rows(stage, 0, self.cfg.tensor_y)
-        else:
-            return self.y_bufs.index(y_box_index(stage, i, self.cfg))
-
-    @gluon.jit
-    def y_rows(self, stage, FIRST: gl.constexpr, ROWS: gl.constexpr):
-        """Return ROWS rows of a stage's y from row FIRST on, if `narrowed`; those after block_y are another stage's."""
-        cfg: gl.constexpr = self.cfg
-        if cfg.stage_y == cfg.block_y:
-            shape: gl.constexpr = [ROWS, cfg.block_k]
-            eight = self.y_bufs.index(stage * (cfg.block_y // 8) + FIRST // 8)
-            return reinterpret(eight, eight.dtype, shape, eight.layout)
-        else:
-            return self.y_bufs.index(stage).slice(FIRST, ROWS)
 
     # consumer side
 
@@ -141,17 +111,18 @@ class Pipeline:
     @gluon.jit
     def operands(self, step, boxes):
         """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, tensor_y] of a stage."""
-        cfg: gl.constexpr = self.cfg
-        stage = self.ring.stage(step)
-        x = as_matrix(self.x_box(stage, boxes.x), cfg.rows_per_consumer, cfg.block_k)
-        y = as_matrix(self.y_box(stage, boxes.y), cfg.tensor_y, cfg.block_k)
-        return x, y.permute((1, 0))
+        return self.x_operand(step, boxes), self.y_operand(step, boxes, 0)
 
     @gluon.jit
-    def rest(self, step):
-        """Consumer: return the y.T [block_k, rest_y] of a stage's rest box."""
+    def x_operand(self, step, boxes):
+        """Consumer: return x [rows_per_consumer, block_k] of a stage."""
         cfg: gl.constexpr = self.cfg
-        return as_matrix(self.rest_bufs.index(self.ring.stage(step)), cfg.rest_y, cfg.block_k).permute((1, 0))
+        return as_matrix(self.x_box(self.ring.stage(step), boxes.x), cfg.rows_per_consumer, cfg.block_k)
+
+    @gluon.jit
+    def y_operand(self, step, boxes, WIDTH: gl.constexpr):
+        """Consumer: return the y.T of a stage for accumulator WIDTH, [block_k, its columns]."""
+        return self.y.operand(self.ring.stage(step), boxes.y, WIDTH)
 
     # pingpong: two consumers, each with its own tiles, use the tensor cores alternately
 
@@ -199,7 +170,7 @@ class Pipeline:
         self.tiles.arrive_full(count)
 
     @gluon.jit
-    def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
+    def fill(self, x_desc, y_desc, rest_desc, stage, tile, k, IS_LOW: gl.constexpr):
         """Producer: start the TMA loads of a tile's elements [k, k + block_k) into a free stage.
 
         IS_LOW: the tile has one x box only; the second one's rows are after the expert's last. `full` of the stage
@@ -207,7 +178,7 @@ class Pipeline:
         """
         self.expect(x_desc, y_desc, stage, IS_LOW)
         self.load_x(x_desc, stage, tile, k, IS_LOW)
-        self.load_y(y_desc, stage, tile, k, IS_LOW)
+        self.y.load(y_desc, rest_desc, self.ring.full.index(stage), stage, tile, k, IS_LOW)
 
     @gluon.jit
     def expect(self, x_desc, y_desc, stage, IS_LOW: gl.constexpr):
@@ -223,45 +194,8 @@ class Pipeline:
         """Producer: start the TMA loads of a stage's x boxes."""
         cfg: gl.constexpr = self.cfg
         for i in gl.static_range(num_x_boxes(IS_LOW, cfg)):
-            at = self.corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, cfg.swap_ab)
+            at = corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, self.takes_halves and cfg.swap_ab)
             tma_load(x_desc, at, self.ring.full.index(stage), self.x_box(stage, i))
-
-    @gluon.jit
-    def load_y(self, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
-        """Producer: start the TMA loads of a stage's y boxes; if `narrowed`, of those that have main_y rows."""
-        cfg: gl.constexpr = self.cfg
-        if cfg.narrowed:
-            for i in gl.static_range(cfg.block_y // cfg.main_y):
-                at = [tile.y + i * cfg.main_y, k]
-                tma_load(y_desc, at, self.ring.full.index(stage), self.y_rows(stage, i * cfg.main_y, cfg.main_y))
-        else:
-            for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
-                at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
-                tma_load(y_desc, at, self.ring.full.index(stage), self.y_box(stage, i))
-
-    @gluon.jit
-    def load_rest(self, rest_desc, stage, tile, k):
-        """Producer: start the TMA load of a stage's rest box, whose bytes `expect` has counted."""
-        at = self.corner(tile.y + self.cfg.main_y, 0, k, True)
-        tma_load(rest_desc, at, self.ring.full.index(stage), self.rest_bufs.index(stage))
-
-    @gluon.jit
-    def load_small_boxes(self, small_desc, stage, tile, k):
-        """Producer: start the TMA loads of a stage's other y boxes, if `narrowed`; `expect` has counted their bytes."""
-        cfg: gl.constexpr = self.cfg
-        box: gl.constexpr = cfg.small_box
-        first: gl.constexpr = cfg.block_y // cfg.main_y * cfg.main_y
-        for i in gl.static_range((cfg.block_y - first) // box):
-            at = [tile.y + first + i * box, k]
-            tma_load(small_desc, at, self.ring.full.index(stage), self.y_rows(stage, first + i * box, box))
-
-    @gluon.jit
-    def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):
-        """Return the coordinates of a box in its descriptor. row: of the tile, from `weights_tile`."""
-        if self.takes_halves and IS_WEIGHTS:
-            return [2 * expert, row // 2, k]
-        else:
-            return [row, k]
 
 
 @aggregate
@@ -313,34 +247,6 @@ def num_x_boxes(is_low, cfg):
     return 1 if is_low else cfg.consumers_per_tile
 
 
-@gluon.constexpr_function
-def num_y_boxes(is_low, cfg):
-    """Return the number of y boxes that a stage of a tile has."""
-    return cfg.y_boxes_per_stage if is_low else 1
-
-
-@gluon.constexpr_function
-def y_bufs_shape(box, cfg):
-    """Return the shape of y's buffers for boxes of this shape.
-
-    If narrowed, in eights of rows where Triton views those as more, else with room for as many as the accumulator has.
-    """
-    if not cfg.narrowed:
-        return [cfg.num_stages * cfg.y_boxes_per_stage, *box]
-    if cfg.stage_y == cfg.block_y:
-        return [cfg.num_stages * (cfg.block_y // 8), 8, box[1]]
-    return [cfg.num_stages, cfg.tensor_y, box[1]]
-
-
-@gluon.jit
-def as_matrix(box, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return a box of shared memory, [ROWS, COLUMNS] or [2, ROWS / 2, COLUMNS], as [ROWS, COLUMNS]."""
-    if len(box.shape) == 3:
-        return box.reshape((ROWS, COLUMNS))
-    else:
-        return box
-
-
 @gluon.jit
 def x_box_index(stage, i, cfg: gl.constexpr):
     """Return the index in `x_bufs` of x box i of a stage; the picture above shows why wide tail tiles differ."""
@@ -348,9 +254,3 @@ def x_box_index(stage, i, cfg: gl.constexpr):
         return 4 * cfg.num_stages + stage + i * (stage - 2 * cfg.num_stages)
     else:
         return stage * cfg.consumers_per_tile + i
-
-
-@gluon.jit
-def y_box_index(stage, i, cfg: gl.constexpr):
-    """Return the index in `y_bufs` of y box i of a stage."""
-    return stage + i * cfg.num_stages

@@ -11,6 +11,7 @@ from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
+from envoi.ops.gemm.hopper.y_boxes import OneWidth
 from envoi.ops.moe.one_launch import config
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.ring import Ring, new_barriers
@@ -285,13 +286,14 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     tile_words = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_bufs = first.x_bufs
     y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
-    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
+    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y.bufs, y_desc.dtype, y_shape, y_desc.layout)
     if cfg.pingpong:
         turn = new_barriers(2, 1)
     else:
         turn: gl.constexpr = None
-    one = Pipeline(x_bufs, first.y_bufs, first.ring, None, None, tiles, tile_words, first.takes_halves, first.cfg)
-    two = Pipeline(x_bufs, y_bufs, first.ring, None, turn, tiles, tile_words, takes_halves, cfg)
+    one = Pipeline(x_bufs, first.y, first.ring, None, tiles, tile_words, first.takes_halves, first.cfg)
+    y = OneWidth(y_bufs, takes_halves, cfg)
+    two = Pipeline(x_bufs, y, first.ring, turn, tiles, tile_words, takes_halves, cfg)
     return one, two
 
 
