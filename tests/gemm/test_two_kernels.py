@@ -26,11 +26,6 @@ from tools.machine_code.compile import compile_launch
 BF16, SMS = torch.bfloat16, 132
 
 
-@epilogue
-def plain_fp8(acc):
-    return quantize(acc, "fp8_e4m3", group=128)
-
-
 @pytest.fixture(autouse=True)
 def _as_always():
     yield

@@ -87,11 +87,6 @@ def change_dtype(model):
     model.bfloat16()
 
 
-def write_through_data(model):
-    for weight in expert_weights(model):
-        weight.data.mul_(0.5)
-
-
 NOTICED = [
     write_in_place, step, write_in_inference_mode, load, load_by_assignment, new_parameter, alias_written_to,
     assign_data, assign_data_to_reused_memory, change_dtype,
