@@ -30,8 +30,6 @@ from tests.checkpoints.files import (
     mxfp8,
     power_floats,
     separate,
-    silu,
-    stacked_fp8,
 )
 from tests.checkpoints.table import error_of
 from tests.moe.stored import float_factors, pairs, power_bytes
@@ -242,11 +240,6 @@ def test_what_is_not_known_is_refused_by_name(make, message, tmp_path):
         from_checkpoint(tmp_path, 1, requantize=True, progress=False)
 
 
-def test_entries_that_say_nothing_are_none(tmp_path):
-    files = fp8(FP8 | {"zero_point": None, "anything": {}, "more": []}, BLOCK, factor="weight_scale_inv")
-    assert error_of(from_checkpoint(files.write(tmp_path), 1, progress=False), files.layers[1]) == 0
-
-
 def test_modelopt_names_no_group_that_the_file_does_not(tmp_path):
     files = mxfp8(QWEN, None)
     files.write(tmp_path)
@@ -271,13 +264,3 @@ def test_experts_together_with_one_factor_for_gate_and_one_for_up(tmp_path):
     files.config["quantization_config"] = compressed({"num_bits": 8, "type": "float", "strategy": "tensor"})
     files.config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["ParallelExpertsOfSomeWriter"]
     assert error_of(from_checkpoint(files.write(tmp_path), 2), files.layers[2]) == 0
-
-
-def test_stacked_nvfp4_is_refused(tmp_path):
-    files = stacked_fp8()
-    files.config = silu("qwen3_moe", num_experts=EXPERTS, quantization_config=MODELOPT)
-    for name, x in files.tensors.items():
-        if x.dtype == torch.float8_e4m3fn:
-            files.tensors[name] = x.view(torch.uint8)
-    with pytest.raises(ValueError, match="gate_up_proj: expected experts with a tensor for each matrix, as their fact"):
-        from_checkpoint(files.write(tmp_path), 1)

@@ -1,27 +1,17 @@
 """Quantised checkpoints loaded by transformers and run by Envoi as they are stored."""
 
-import json
-
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from envoi.experts import from_checkpoint, unpack
-from envoi.integrations.transformers import module_weights, packed_experts, register, release, report
+from envoi.integrations.transformers import module_weights, packed_experts, report
 from tests.helpers.accuracy import relative_error
 from tests.helpers.quantised_models import WIDER, fp4, fp8_blocks, fp8_matrices, mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
-
-
-@pytest.fixture
-def rounding():
-    """Round weights again that a format can't hold."""
-    register(requantize=True)
-    yield
-    register()
 
 
 def load(folder, **options):
@@ -104,38 +94,6 @@ def test_gpt_oss_blocks(tmp_path):
             assert torch.equal(got, right)
 
 
-def test_gpt_oss_blocks_are_saved_as_they_came(tmp_path):
-    folder = mxfp4_blocks(tmp_path / "a")
-    model, ids = load(folder), tokens()
-    model.save_pretrained(tmp_path / "b")
-    assert torch.equal(logits(load(tmp_path / "b"), ids), logits(model, ids))
-
-
-def test_gpt_oss_blocks_generate_and_compile(tmp_path):
-    model, ids = load(mxfp4_blocks(tmp_path)), tokens()
-    want = logits(model, ids)
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 15)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert relative_error(logits(compiled, ids), want) < 0.01
-
-
-def test_gpt_oss_blocks_run_by_envoi_alone(tmp_path):
-    model, ids = load(mxfp4_blocks(tmp_path)), tokens()
-    message = r"model.layers.0.mlp.experts: expected one of 'envoi', .* got 'eager': load the model again"
-    with pytest.raises(ValueError, match=message):
-        model.set_experts_implementation("eager")
-    assert logits(model, ids).isfinite().all()
-    model.config._experts_implementation = "eager"
-    with pytest.raises(ValueError, match="experts_implementation: expected one of 'envoi', .* got 'eager'"):
-        logits(model, ids)
-
-
-def test_gpt_oss_blocks_are_widened_for_other_formats(tmp_path):
-    model = load(mxfp4_blocks(tmp_path), experts_implementation="envoi_fp8_row")
-    assert not experts_of(model)
-    assert logits(model, tokens()).isfinite().all()
-
-
 @pytest.mark.parametrize("save", [fp8_blocks, fp8_matrices])
 def test_fp8_weights_are_kept_once(save, tmp_path):
     module = experts_of(load(save("mixtral", tmp_path)))[0]
@@ -163,12 +121,6 @@ def test_another_format_is_refused_before_weights_are_read(tmp_path, monkeypatch
     assert not read
 
 
-def test_another_format_if_asked_for(tmp_path, rounding):
-    model = load(fp8_blocks("mixtral", tmp_path), experts_implementation="envoi_fp8_row")
-    assert packed_experts(experts_of(model)[0], "fp8_row").format == "fp8_row"
-    assert logits(model, tokens()).isfinite().all()
-
-
 def test_factors_that_fit_no_format_are_refused(tmp_path):
     model = load(fp8_matrices("mixtral", tmp_path))
     module = experts_of(model)[0]
@@ -194,33 +146,6 @@ def own_bytes(model):
     return sum(x.nbytes for module in experts_of(model) for x in module.parameters() if not x.is_meta)
 
 
-def test_the_report_counts_every_memory_once(tmp_path):
-    shared, copies = fp8_blocks("mixtral", tmp_path / "a"), fp4("mixtral", tmp_path / "b")  # MXFP4 rows are put in turn
-    for model, copied in ((load(shared), False), (load(copies), True)):
-        own = own_bytes(model)
-        assert sum(row.num_bytes for row in report(model).rows) == own > 0
-        for module in experts_of(model):
-            packed_experts(module)
-        packed = sum(row.num_bytes for row in report(model).rows)
-        assert packed > 1.5 * own if copied else packed == own
-        freed = release(model)
-        assert sum(row.num_bytes for row in report(model).rows) == packed - freed
-
-
-def test_linear_layers_in_fp8_are_widened_where_nothing_runs_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    folder = fp8_blocks("mixtral", tmp_path)
-    said = json.loads((folder / "config.json").read_text())
-    said["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
-    (folder / "config.json").write_text(json.dumps(said))
-    assert {row.stored for row in report(load(folder)).rows} == {"bfloat16"}
-
-
-def test_widened_weights_can_be_asked_for(tmp_path):
-    wide = load(fp8_blocks("mixtral", tmp_path), quantization_config=FineGrainedFP8Config(dequantize=True))
-    assert {(row.stored, row.runs) for row in report(wide).rows} == {("bfloat16", True)}
-
-
 def test_without_a_gpu_fp8_experts_run_by_envoi_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = fp8_blocks("mixtral", tmp_path)
@@ -229,33 +154,6 @@ def test_without_a_gpu_fp8_experts_run_by_envoi_alone(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="experts: expected one of 'envoi', .* got 'eager': load the model again"):
         model.set_experts_implementation("eager")
     assert logits(model, tokens()).isfinite().all()
-
-
-def test_the_report_says_why_not(tmp_path):
-    model = build("qwen3_moe")
-    first, _ = report(model).rows
-    assert (first.stored, first.chosen, first.why) == ("bfloat16", "eager", "experts_implementation is 'eager'")
-    assert not first.runs
-    model.set_experts_implementation("envoi_fp8_row")
-    assert all(row.runs for row in report(model).rows)
-    config = build("mixtral").config
-    config.hidden_act = "mish"
-    odd = AutoModelForCausalLM.from_config(config)
-    assert "and Envoi can't run it: expected the activation swiglu" in report(odd).rows[0].why
-    assert "MixtralExperts (model.layers.0.mlp.experts, model.layers.1.mlp.experts)" in str(report(odd))
-    llama = AutoModelForCausalLM.from_config(transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8))  # fmt: skip
-    assert str(report(llama)) == "no experts modules found"
-
-
-def test_the_report_lists_experts_outside_the_interface():
-    config = transformers.Llama4TextConfig(
-        hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=2, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=32, vocab_size=64,
-    )  # fmt: skip
-    rows = report(AutoModelForCausalLM.from_config(config)).rows
-    assert [(row.kind, row.runs) for row in rows] == [("Llama4TextExperts", False)]
-    assert "doesn't look its experts up by experts_implementation" in rows[0].why
 
 
 def test_every_tensor_of_a_quantised_module_is_watched(tmp_path):

@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 
-import accelerate
 import peft
 import pytest
 import torch
@@ -130,20 +129,6 @@ def test_a_write_through_data_needs_refresh(format):
     assert not torch.equal(after, before)
 
 
-def test_a_write_to_inference_tensors_needs_refresh():
-    with torch.inference_mode():
-        model = loud("mixtral")
-        model.set_experts_implementation("envoi_fp8_row")
-        ids = tokens()
-        before = logits(model, ids)
-        for module in expert_modules(model):
-            module.gate_up_proj.mul_(0.5)
-        assert torch.equal(logits(model, ids), before)  # stale, as the table says
-        refresh(model)
-        assert not torch.equal(logits(model, ids), before)
-        assert torch.equal(logits(model, ids), fresh_logits(model, ids))
-
-
 @pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"])
 def test_a_new_packing_takes_the_old_ones_memory(format):
     """Check that a captured CUDA graph reads the new weights once they are packed again."""
@@ -211,21 +196,6 @@ def test_released_weights_follow_nobody_elses(shared):
     assert after is not handed and torch.equal(down_bits(handed), want[0])
 
 
-def test_a_model_is_no_experts_module():
-    with pytest.raises(ValueError, match="module: expected an experts module of transformers, got MixtralFor"):
-        packed_experts(build("mixtral"))
-
-
-def test_memory_that_is_the_modules_is_not_written_to():
-    module = expert_modules(build("mixtral"))[0]
-    old = module.down_proj.data
-    assert packed_experts(module).down.data_ptr() == old.data_ptr()
-    want = old.clone()
-    module.down_proj.data = old * 2
-    assert torch.equal(packed_experts(module).down, want * 2)
-    assert torch.equal(old, want)
-
-
 def test_packings_go_with_their_model():
     model = loud("mixtral")
     logits(model, tokens())
@@ -235,16 +205,6 @@ def test_packings_go_with_their_model():
     del model
     gc.collect()
     assert all(ref() is None for ref in alive)
-
-
-def test_a_deep_copy_packs_its_own():
-    model, ids = loud("mixtral"), tokens()
-    want = logits(model, ids)
-    other = copy.deepcopy(model)
-    write_in_place(other)
-    changed = logits(other, ids)
-    assert torch.equal(logits(model, ids), want)
-    assert not torch.equal(changed, want)
 
 
 def test_threads_share_one_packing(monkeypatch):
@@ -300,15 +260,3 @@ def test_lora_on_experts_warns_once_and_names_the_cure(monkeypatch):
     want = logits(merged, ids)
     assert (ours - want).norm() < 0.05 * want.norm()
     assert (close - want).norm() < 0.05 * want.norm()
-
-
-def test_offloaded_experts_run_and_warn_once(monkeypatch):
-    monkeypatch.setattr(forward, "_warned", False)
-    model, ids = loud("mixtral"), tokens()
-    want = logits(model, ids)
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.warns(UserWarning, match="packed again in every call.*offloading"):
-        assert torch.equal(logits(model, ids), want)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(logits(model, ids), want)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envoi.ops.moe.reference import combine, permute, sort_slots, take_rows
+from envoi.ops.moe.reference import combine, permute, take_rows
 from envoi.quant import SCHEMES, quantize
 from tests.helpers.accuracy import assert_same_bits
 
@@ -32,12 +32,6 @@ def test_rows_by_expert_then_by_slot(tokens, experts, k, seed):
     assert_same_bits(rows.topk_weights, weights.flatten()[order])
 
 
-def test_the_example_of_the_docstring():
-    pos_to_slot, offsets = sort_slots(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2)
-    assert offsets.tolist() == [0, 1, 3]
-    assert pos_to_slot.tolist() == [1, 0, 2]
-
-
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.group[0] == 1])
 def test_quantised_rows_move_with_their_scales(scheme):
     q = quantize(torch.randn(9, 256), scheme)
@@ -45,11 +39,6 @@ def test_quantised_rows_move_with_their_scales(scheme):
     moved = take_rows(q, index)
     assert_same_bits(moved.values.view(torch.uint8), q.values.view(torch.uint8)[index])
     assert_same_bits(moved.sf.view(torch.uint8), q.sf.view(torch.uint8).view(9, -1)[index])
-
-
-def test_scales_of_several_rows_are_refused():
-    with pytest.raises(ValueError, match="rows: expected scale factors of single rows, got groups of 128 rows"):
-        take_rows(quantize(torch.randn(128, 128), "fp8_128x128"), torch.tensor([0]))
 
 
 def test_combine_sums_in_slot_order():

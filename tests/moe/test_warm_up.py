@@ -16,7 +16,6 @@ from envoi import cli
 from envoi.epilogues.activation import written
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import warm_up
-from envoi.ops.moe.one_launch.host import use_one_launch
 from envoi.ops.moe.op import IDS, WEIGHTS
 from envoi.ops.moe.parallel import counted, gathered_device, hosts_device, nvlink
 from envoi.ops.moe.parallel.command import experts_without_memory
@@ -26,7 +25,7 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
-from envoi.runtime import devices, launch, rehearsal, triton_compat, workers
+from envoi.runtime import devices, launch, triton_compat, workers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
 from envoi.runtime.rehearsal import find, launches_of
@@ -146,22 +145,6 @@ def any_form(draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     return room.view(len(x), -1)[:, :columns:apart].copy_(x)
 
 
-def test_arguments_of_any_form_are_brought_into_the_one_that_is_compiled_for():
-    draw = random.Random(0)
-    for _ in range(50):
-        tokens = any_form(draw, torch.randn(draw.randint(1, 9), 64).bfloat16())
-        weights = any_form(draw, torch.rand(len(tokens), 3))
-        ids = any_form(draw, torch.randint(0, 8, (len(tokens), 3), dtype=torch.int32))
-        got = compiled_form(tokens, weights, ids, 5)
-        assert torch.equal(got[0], tokens)
-        assert torch.equal(got[1][:, :3], weights) and not got[1][:, 3:].any()
-        assert torch.equal(got[2][:, :3], ids) and (got[2][:, 3:] == -1).all()
-        assert all(x.stride(1) == 1 and x.data_ptr() % 16 == 0 for x in got)
-        assert got[0].stride(0) % 16 == 0 and all(x.is_contiguous() for x in got[1:])
-    same = torch.zeros(4, 96)[:, :64], torch.zeros(4, 5), torch.zeros(4, 5, dtype=torch.int32)
-    assert all(x is y for x, y in zip(compiled_form(*same, 5), same, strict=True))
-
-
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))
 @pytest.mark.parametrize("presum", [False, True])
 @pytest.mark.parametrize("hosts", [(), tuple("aabb"), tuple("abcd")], ids=["gathered", "pairs", "alone"])
@@ -253,21 +236,6 @@ def fails(calls, target, for_launch, site) -> str:
     return "OSError: no memory"
 
 
-def test_a_forced_choice_holds_for_what_is_compiled(monkeypatch):
-    compiled_here = []
-    monkeypatch.setattr(warm_up, "compile_here", lambda calls, target, site: compiled_here.append(site))
-    with standing_for(HOPPER):
-        calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "fp8_block128", "swiglu", bias=False), 2)]
-    always = find(calls, HOPPER, range(1, 301))
-    use_one_launch(False)
-    try:
-        sites = warm_up.compile_calls(calls, HOPPER, range(1, 301), 2, progress=False, for_launch=False)
-        forced = find(calls, HOPPER, range(1, 301))
-    finally:
-        use_one_launch(None)
-    assert set(forced) != set(always) and compiled_here == sites and set(sites) == set(forced.values())
-
-
 def refuse(*arguments):
     raise ValueError("too much\nshared memory")
 
@@ -280,42 +248,6 @@ def test_a_kernel_that_is_refused_is_an_error_of_this_process(monkeypatch):
     with pytest.raises(RuntimeError, match=r"for \d tokens can't be compiled: ValueError: too much shared memory") as e:
         warm_up.compile_calls(calls, HOPPER, range(1, 3), 2, progress=False, for_launch=False)
     assert isinstance(e.value.__cause__, ValueError)
-
-
-def test_digests_name_what_triton_compiles():
-    with standing_for(HOPPER):
-        experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
-    same = find([warm_up.LayerCall(experts, 2)], HOPPER, range(1, 40))
-    assert set(same) == set(find([warm_up.LayerCall(experts, 2)], HOPPER, range(39, 0, -1)))
-    assert set(same) != set(find([warm_up.LayerCall(experts, 3)], HOPPER, range(1, 40)))
-    assert all(len(digest) == 16 and site.num_tokens < 40 for digest, site in same.items())
-
-
-def test_a_rehearsal_launches_nothing_and_ends(launched):
-    layer, k = drawn_layer(random.Random(3), "bf16", experts=4)
-    experts = layer.pack()
-    assert launches_of(warm_up.LayerCall(warm_up.without_tensors(experts), k), 5, HOPPER)
-    assert not launched
-    with pytest.raises(ValueError, match="routing: expected"):
-        launches_of(lambda count: envoi.moe(None, None, experts), 5, HOPPER)  # pyright: ignore[reportArgumentType]
-    ids = torch.zeros(5, k, dtype=torch.int32)
-    envoi.moe(torch.zeros(5, experts.hidden).bfloat16(), Routing(ids.float(), ids, 4), experts)
-    assert launched
-
-
-def test_other_gpus():
-    with standing_for(Target("sm_100", 148)):
-        experts = experts_without_memory(256, 128, 4, "fp8_row", "swiglu", bias=False)
-    names = {launched[0].fn.__module__ for launched in launches_of(warm_up.LayerCall(experts, 2), 9, Target("sm_100"))}
-    assert names == {"envoi.ops.moe.kernels", "envoi.ops.gemm.triton.kernel"}
-    assert devices.implementation(torch.device("meta")) == "torch"
-    for arch, has_cast in (("sm_80", False), ("sm_89", True), ("sm_90", True)):
-        with standing_for(Target(arch)):
-            assert devices.casts_e4m3(torch.device("meta")) == has_cast
-
-
-def test_on_a_cpu_there_is_nothing_to_compile():
-    assert envoi.warm_up(make().pack(), 64, 3) == 0
 
 
 @pytest.mark.parametrize(
@@ -348,34 +280,6 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert {"gemm_kernel", "sort_kernel", "gather_kernel", "combine_kernel"} <= set(out.split())
     assert len(list(tmp_path.glob("*/gemm_kernel.cubin"))) >= 2
     assert len(list(tmp_path.glob("*/sort_kernel.cubin"))) >= 2  # for ids in int32 and in int64
-
-
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-def test_the_command_across_ranks(format, monkeypatch, capsys):
-    sites = [rehearsal.Site(0, 1, 0, "pull_kernel")]
-    given = []
-    monkeypatch.setattr(
-        sys.modules["envoi.ops.moe.parallel.command"],
-        "compile_calls",
-        lambda *args, **named: given.append(args) or sites,
-    )
-    assert cli.main([*SMALL, "--arch", "sm_90", "--ranks", "2", "--format", format, "--bias"]) == 0
-    calls, target, most = given[0][:3]
-    assert {call.rank for call in calls} == {0, 1} and target == HOPPER and most == range(1, 4)
-    assert calls[0].experts.order == "fragments" and calls[0].experts.down_bias is not None
-    assert "pull_kernel" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("num_sms", "is_here"), [(132, True), (78, False)])
-def test_the_command_builds_launchers_for_the_gpu_at_hand(num_sms, is_here, monkeypatch, capsys):
-    command = sys.modules["envoi.ops.moe.parallel.command"]
-    given = []
-    monkeypatch.setattr(command, "compile_calls", lambda *args, **named: given.append(named) or [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(command.Target, "of", classmethod(lambda cls, device: HOPPER))
-    assert cli.main([*SMALL, "--arch", "sm_90", "--sms", str(num_sms)]) == 0
-    assert given == [{"for_launch": is_here}]
 
 
 @pytest.mark.parametrize(
@@ -418,12 +322,6 @@ def test_the_command_refuses(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_the_command_needs_a_gpu_or_an_architecture(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(SMALL) == 2
-    assert "--arch: expected one of sm_90, sm_100, sm_103 on a machine without a GPU" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("router", "message"),
     [
@@ -441,10 +339,3 @@ def test_the_command_needs_a_gpu_or_an_architecture(monkeypatch, capsys):
 def test_a_routers_arguments_are_checked_on_a_cpu_too(router, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         envoi.warm_up(make(hidden=128).pack(), 8, 2, router)
-
-
-def test_a_routers_arguments():
-    gate, ids = torch.zeros(8, 128), torch.zeros(5, dtype=torch.int64)
-    table = torch.zeros(9, 2, dtype=torch.int32)
-    for more in ({}, {"rule": "mixtral"}, {"alpha": 2, "return_logits": True}, {"token_ids": ids, "hash_table": table}):
-        assert envoi.warm_up(make(hidden=128).pack(), 8, 2, {"gate": gate, "k": 2} | more) == 0

@@ -1,7 +1,6 @@
 """Prepared calls: what is planned, what is refused, the guards, threads, streams, memory, and where launches are."""
 
 import ast
-import dataclasses
 import gc
 import inspect
 import re
@@ -21,16 +20,13 @@ from triton import knobs
 
 import envoi
 from envoi import env, log
-from envoi.ops.gemm import api as gemm_api
 from envoi.ops.gemm import grouped_gemm
 from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config, fitted
-from envoi.ops.moe import op as moe_op
-from envoi.runtime import launch, prepared, program, shortcuts, workspace
+from envoi.runtime import launch, program, shortcuts, workspace
 from envoi.runtime.devices import Target
 from envoi.runtime.prepared import calls, driver, forms, parameters, replay
 from envoi.runtime.prepared.constants import exactly
-from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import moe_cases, normal, route_cases
@@ -268,28 +264,6 @@ def test_what_calls_do_besides_launches(hopper, monkeypatch, planned, reason):
     assert re.search(reason, refusal(hopper, monkeypatch, planned=planned))
 
 
-def test_the_driver_is_asked_once_for_the_sizes_of_a_kernel():
-    """Again if it had an error, and for another kernel that has the handle of one that is gone."""
-    answers = iter([None, 8, 4, None, 2, None])
-    asked = driver.Driver.__new__(driver.Driver)
-    asked._sizes = weakref.WeakKeyDictionary()
-
-    def parameter(function, number, at, size):
-        answer = next(answers)
-        driver.SIZE.from_address(size).value = answer or 0
-        return answer is None
-
-    asked._parameter = parameter
-    kernel = fresh_kernel()
-    assert [asked.parameter_sizes(kernel) for _ in range(3)] == [[], [8, 4], [8, 4]]
-    del kernel
-    assert not asked._sizes and asked.parameter_sizes(fresh_kernel()) == [2]
-
-
-def fresh_kernel():
-    return type("Kernel", (), {"function": 7})()
-
-
 def test_parameters_that_the_driver_knows_otherwise(hopper, monkeypatch):
     monkeypatch.setattr(type(hopper), "parameter_sizes", lambda self, kernel: self.sizes[kernel.function][:-1])
     prepare()
@@ -319,27 +293,6 @@ def test_memory_that_is_nobodys():
     assert made.place(made.inputs[0][1:]) == (program.INPUT, 0, 4)
     with pytest.raises(program.RefusedError, match="neither an argument nor the call's own"):
         made.place(torch.empty(3, device="meta"))
-
-
-def test_calls_that_need_much_memory(hopper, monkeypatch):
-    monkeypatch.setattr(program, "MAX_SCRATCH_BYTES", 1000)
-    prepare()
-    assert calls._calls.refusals() == ["more than 1000 bytes of memory"]
-
-
-def test_a_part_of_a_tensor_is_no_result():
-    for result in (lambda x: x[1:], lambda x: [x, x], lambda x: torch.empty_like(x)[:, :2]):
-        function = lambda x, result=result: result(torch.empty_like(x))  # noqa: E731
-        made = program.plan(function, (x := torch.zeros(4, 4),), {}, [x], CPU)
-        assert "isn't a whole tensor that the call allocated" in made.refusal
-
-
-def test_a_planned_call_knows_every_tensor():
-    x, y = torch.zeros(3), torch.zeros(3)
-    with pytest.raises(program.RefusedError, match="isn't among the call's"):
-        program.plan(lambda x, y: x, (x, y), {}, [x], CPU)
-    with pytest.raises(program.RefusedError, match="given twice"):
-        program.plan(lambda x, y: x, (x, x), {}, [x, x], CPU)
 
 
 def test_stand_ins_have_the_alignment_of_their_tensors():
@@ -451,25 +404,6 @@ def test_calls_without_counters_run_on_any_stream_and_in_captures(hopper):
     for hopper.stream_now, hopper.capturing in ((7, False), (8, False), (8, True), (7, True)):
         assert replays(hopper, envoi.gemm, *sides())
         assert hopper.calls[-1][1].stream == hopper.stream_now
-
-
-def test_a_prepared_call_is_few_objects(hopper):
-    """Python's collector looks at each, and at all that torch has once there are a quarter more."""
-    case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-fp8_block128"]
-    prepare(case.function, case.arguments(0)[0], **case.arguments(0)[1])
-    (found,) = [x for x in calls._calls.known.values() if isinstance(x, replay.Prepared)]
-    of_others = "_driver", "_scratch", "_build", "_kept"
-    parts = [getattr(found, name) for name in replay.Prepared.__slots__ if name not in of_others]
-    gc.collect()  # Python notices tuples of numbers then
-    seen: dict[int, object] = {}
-    while parts:
-        part = parts.pop()
-        shared = isinstance(part, torch.Tensor | torch.dtype | type) or hasattr(part, "packed_metadata")
-        if gc.is_tracked(part) and not shared and id(part) not in seen:
-            seen[id(part)] = part
-            parts += gc.get_referents(part)
-    assert len(found.launches) > 1
-    assert len(seen) < 10 * len(found.launches), [type(part) for part in seen.values()]
 
 
 def test_scratch_memory_is_kept_by_a_stream_and_new_in_captures(hopper):
@@ -646,53 +580,7 @@ def test_kernels_are_launched_in_one_place():
     assert found == {"runtime/launch.py", "runtime/triton_compat.py", "ops/gemm/blackwell/host.py"}
 
 
-def test_clearing_forgets_all(hopper):
-    prepare()
-    prepared.clear()
-    assert not calls._calls.known
-
-
 # Fields that a call depends on
-
-
-def experts_with(**changes) -> ExpertWeights:
-    whole = QuantTensor(torch.zeros(2, 256, 64, dtype=torch.uint8), torch.zeros(2, 256, 4), (1, 32))
-    down = QuantTensor(torch.zeros(2, 128, 64, dtype=torch.uint8), torch.zeros(2, 128, 4), (1, 32))
-    return dataclasses.replace(ExpertWeights(whole, down, "mxfp4"), **changes)
-
-
-def key_of_experts(experts: ExpertWeights) -> tuple:
-    return moe_op.constants_of(experts), [id(x) for x in moe_op.tensors_of(experts) if x is not None]
-
-
-OTHER = {
-    "gate_up": torch.zeros(2, 256, 128), "down": torch.zeros(2, 128, 128), "format": "bf16", "activation": "swiglu_oai",
-    "swiglu_limit": 7.0, "gate_up_bias": torch.zeros(2, 256), "down_bias": torch.zeros(2, 128),
-    "gate_up_layout": "concat", "padding": 8,
-}  # fmt: skip
-OTHER_QUANT = {
-    "values": torch.ones(2, 256, 64, dtype=torch.uint8), "sf": torch.ones(2, 256, 4), "group": (1, 64),
-    "scale": torch.ones(()), "scales_at_most_2": True, "order": "fragments",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ExpertWeights)])
-def test_every_field_of_the_experts_is_in_the_key(field):
-    before = experts_with()
-    after = dataclasses.replace(before, **{field: OTHER[field]})
-    assert key_of_experts(before) != key_of_experts(after)
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(QuantTensor)])
-def test_every_field_of_a_quantised_matrix_is_in_the_key(field):
-    before = experts_with()
-    x = dataclasses.replace(before.gate_up, **{field: OTHER_QUANT[field]})
-    assert key_of_experts(before) != key_of_experts(dataclasses.replace(before, gate_up=x))
-    keys = []
-    for matrix in (before.gate_up, x):
-        tensors: list[torch.Tensor | None] = []
-        keys.append((gemm_api.constants_of(matrix, tensors), [id(y) for y in tensors]))
-    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("function", [envoi.gemm, grouped_gemm, envoi.route, envoi.moe, envoi.indexer_topk])
@@ -719,13 +607,6 @@ def test_calls_are_found_by_key_where_torch_has_no_guards(hopper, monkeypatch):
     assert replays(hopper, envoi.gemm, *sides(seed=3))
     assert not replays(hopper, envoi.gemm, *sides(M=63))
     assert not calls._calls.forms.known
-
-
-def test_an_object_that_is_given_twice_is_found_by_key(hopper):
-    square = torch.randn(128, 128, dtype=torch.bfloat16)
-    prepare(arguments=(square, square.clone()))
-    assert replays(hopper, envoi.gemm, square, square.clone())
-    assert replays(hopper, envoi.gemm, square, square)
 
 
 def test_a_tensor_in_place_of_none_is_another_form():
