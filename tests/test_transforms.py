@@ -10,7 +10,6 @@ from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
-from tools.oracles.indexer_workloads import one
 
 SOURCE = torch.Generator().manual_seed(0)
 
@@ -125,15 +124,6 @@ def test_operations_of_the_other_operators():
     for format in ("bf16", "fp8_row", "mxfp4"):
         products = 64 * 2 * 32 + 32 * 64  # per slot: hidden -> gate and up -> hidden
         assert counted(envoi.moe, layer.tokens, layer.routing, layer.pack(format)) == 2 * 5 * 3 * products
-
-
-def test_operations_of_the_indexer():
-    q, cache, weights, seq_lens, table = one((70, 0, 130)).tensors()
-    assert counted(envoi.indexer_topk, q, cache, weights, seq_lens, table, 512) == 2 * (70 + 0 + 130) * 64 * 128
-    # Two rows per request: the first of them doesn't see the newest token.
-    q, weights = q.repeat_interleave(2, 0), weights.repeat_interleave(2, 0)
-    call = envoi.indexer_topk
-    assert counted(call, q, cache, weights, seq_lens, table, 512, "fast", 2) == 2 * (69 + 70 + 129 + 130) * 64 * 128
 
 
 def compiles(function, *arguments: torch.Tensor) -> None:

@@ -62,7 +62,6 @@ from envoi.epilogues.library import (
     swiglu_fp8,
 )  # fmt: skip
 from envoi.epilogues.operations import OPERATIONS as TABLE
-from envoi.epilogues.operations import ROW_TILE_CUDA, in_row_tiles
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
@@ -362,18 +361,6 @@ def test_column_reductions_by_group():
     assert_same_bits(size[1], torch.zeros(N))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 255, 256, 257, 600])
-def test_row_tiles_are_of_one_shape(rows):
-    x, shapes = torch.randn(600, 7)[:rows, ::2], []
-
-    def doubled(tile: torch.Tensor) -> torch.Tensor:
-        shapes.append((*tile.shape, tile.is_contiguous()))
-        return 2 * tile
-
-    assert torch.equal(in_row_tiles(doubled, x), 2 * x)
-    assert set(shapes) == {(ROW_TILE_CUDA if rows else 0, 4, True)}
-
-
 def test_totals_leave_out_rows_of_no_expert():
     ending = epilogue(lambda x: (total_sum(x), total_max(x), total_absmax(x), total_max(row_sum(x))))
     for last in (0, 1, 4, 7):
@@ -551,12 +538,6 @@ def test_refusals_of_signatures():
 Vector = Col
 
 
-class Lattice:
-    """Class with names like the language's, but not part of it."""
-
-    Col = Row = int
-
-
 def test_annotations_may_be_text():
     Mine = Row
 
@@ -574,44 +555,6 @@ def test_annotations_may_be_text():
 
     kinds = [operand.kind for operand in epilogue(late).ir.operands]
     assert kinds == ["Col", "Col", "Col", "HalfTile", "Row", "Scalar"]
-
-
-@pytest.mark.parametrize(
-    ("annotation", "reason"),
-    [
-        ("Lattice.Col", "got 'Lattice.Col'"),
-        ("elsewhere.Col", "got 'elsewhere.Col' (name 'elsewhere' is not defined)"),
-        ("Bias", "got 'Bias' (name 'Bias' is not defined)"), ("Col +", "got 'Col +' (SyntaxError"),
-        ("torch.Tensor", "got 'torch.Tensor'"), ("1 / 0", "got '1 / 0' (ZeroDivisionError"),
-    ],
-)  # fmt: skip
-def test_refusals_of_annotations_that_are_text(annotation, reason):
-    def function(acc, bias):
-        return acc + bias
-
-    function.__annotations__["bias"] = annotation
-    with pytest.raises(EpilogueError, match="parameter bias: expected an annotation of Scalar, Row, Col") as caught:
-        epilogue(function)
-    assert reason in str(caught.value)
-
-
-def test_operands_may_have_any_name_that_isnt_taken():
-    @epilogue
-    def odd_names(x, acc: Row, self: Col, function: Scalar):
-        return x * acc + self * function
-
-    row, col = torch.randn(M), torch.randn(N)
-    assert_same_bits(odd_names(ACC, acc=row, self=col, function=2), ACC * row[:, None] + col * 2)
-
-
-def test_none_means_the_default():
-    @epilogue
-    def scaled(acc, alpha: Scalar = 0.5):
-        return acc * alpha
-
-    for values in ({}, {"alpha": None}):
-        assert_same_bits(scaled(ACC, **values), ACC * 0.5)
-        assert_same_bits(evaluate(scaled.ir, ACC, values)[0], ACC * 0.5)
 
 
 def test_calls_need_their_operands():

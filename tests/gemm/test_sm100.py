@@ -8,7 +8,7 @@ import torch
 
 from envoi.epilogues import library
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.blackwell import host, sf_layout
+from envoi.ops.gemm.blackwell import sf_layout
 from envoi.ops.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
@@ -80,21 +80,6 @@ def test_registered(name):
 def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
     config = BlackwellConfig(256, 64, 3, num_warps=num_warps, epilogue_columns=piece)
     check_roles(*build(library.store, config), "UTCHMMA", loads, 256 // piece, TWO)
-
-
-def test_block_scaled_in_groups():
-    config = BlackwellConfig(128, 128, 4, sf_group=32)
-    record, text = build(library.swiglu, config, dtypes=(F8, F8), num_experts=32)
-    check_roles(record, text, "UTCQMMA", {"LDTM.x64": 2}, 2, FACTORS)
-
-
-def test_only_tiles_of_an_unfilled_wave_are_cut():
-    config = dataclasses.replace(PLAIN, split_k=4)
-    call = cases.call_of(library.store, config, (BF16, BF16), (1000, 4096, 512), 0)
-    grid, arguments = host.arguments(call, config, 100)
-    assert grid == (100,)
-    M, N, K, groups, num_whole = arguments[-9:-4]
-    assert (M, N, K, groups, num_whole) == (1000, 4096, 512, 0, 100)  # of 8 x 16 tiles
 
 
 # Configs that don't fit

@@ -8,6 +8,8 @@ import torch
 from envoi.ops.moe import layer as kernels_layer
 from envoi.ops.moe import moe, reference
 from envoi.ops.moe.experts import run_experts
+from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.permute import empty_rows
 from envoi.ops.moe.reference import permute
@@ -16,7 +18,10 @@ from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import Layer, make, with_ids
+from tests.moe.own import OWN, layer_of, oracle
+from tests.moe.test_activations import MORE_KINDS
 from tests.moe.test_moe import BOUNDS, KINDS
+from tests.moe.test_own_activation import bound
 from tools.oracles.moe import moe_oracle
 
 # One format for each path through L1's epilogue and the tokens' quantisation.
@@ -116,3 +121,46 @@ def test_a_rank_without_rows(format):
     rows = empty_rows(0, 128, format_named(format).activations, torch.device("cpu"))
     out = run_experts(rows, torch.zeros(0), torch.zeros(5, dtype=torch.int32), packed)
     assert (out.shape, out.dtype) == ((0, 128), torch.bfloat16)
+
+
+# Weights as stored, gate rows above up rows
+
+
+@pytest.mark.parametrize("format", READ_AS_STORED)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=[next(iter(KINDS))]))
+def test_concatenated_weights(format, kind, calls):
+    assert_right(make(**SMALL, **KINDS[kind], packed_layout="concat"), format)
+    assert calls
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])  # blocks of 128 rows have other factors in each layout
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=[next(iter(KINDS))]))
+def test_both_layouts_give_the_same_bits(format, kind):
+    layer = make(**{**SMALL, "intermediate": 200}, **KINDS[kind])
+    interleaved = run(layer, format)
+    layer.packed_layout = "concat"
+    assert_same_bits(run(layer, format), interleaved)
+
+
+# Other activations
+
+
+@pytest.mark.parametrize(("kind", "format"), [
+    *((kind, "bf16") for kind in MORE_KINDS), ("geglu", "mxfp8"), ("geglu_concat", "fp8_block128"), ("silu", "fp8_row"),
+    ("relu2", "mxfp8"), ("relu2", "mxfp4"),
+])  # fmt: skip
+def test_more_activations(kind, format):
+    given = arguments(make(**SMALL, **MORE_KINDS[kind]), format)
+    assert relative_error(run_layer(*given), moe_oracle(*given)) < BOUNDS[format] * (2 if kind == "relu2" else 1)
+
+
+@pytest.mark.parametrize(("name", "format", "layout"), [
+    *((name, format, None) for name in ("clipped", "quick_gelu") for format in FORMATS),
+    *((name, "bf16", None) for name in OWN if name not in ("clipped", "quick_gelu")),
+    ("clipped", "bf16", "concat"), ("clipped", "fp8_block128", "concat"),
+])  # fmt: skip
+def test_users_own_activations(name, format, layout):
+    layer = layer_of(name, **SMALL, bias=name == "reglu")
+    layer.packed_layout = layout
+    given = arguments(layer, format)
+    assert relative_error(run_layer(*given), oracle(layer, given[-1], name)) < bound(format, OWN[name])

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import linear
 
 from envoi.ops.moe.router import PRESETS, Rule, preset, route
 from envoi.ops.moe.router.reference import EPS, router_logits, select
-from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.slow import mostly_slow
 from tests.moe.router.test_selection import RULES
 
@@ -49,20 +48,6 @@ def test_a_tokens_bits_are_its_own(score, n):
         part = route(tokens[cut], gate, k, rule=chosen, expert_bias=bias, return_logits=True, return_dense=True)
         for field in ("logits", "topk_weights", "topk_ids", "dense"):
             assert_same_bits(getattr(part, field), getattr(whole, field)[cut])
-
-
-@pytest.mark.parametrize("tokens_dtype", FLOATS)
-@pytest.mark.parametrize("gate_dtype", FLOATS)
-def test_every_pair_of_dtypes_is_summed_in_float32(tokens_dtype, gate_dtype):
-    tokens, gate = make(65, 40, 1024)
-    tokens, gate = tokens.to(tokens_dtype), gate.to(gate_dtype)
-    got = route(tokens, gate, 4, return_logits=True)
-    oracle = tokens.double() @ gate.double().T
-    assert_at_most_twice(got.logits, linear(tokens.float(), gate.float()), oracle)
-    if tokens_dtype == gate_dtype:
-        assert relative_error(got.logits, oracle) <= relative_error(linear(tokens, gate), oracle) * 2
-    assert (got.topk_weights.dtype, got.topk_ids.dtype, got.logits.dtype) == (torch.float32, torch.int32, torch.float32)
-    assert got.num_experts == 40
 
 
 @pytest.mark.parametrize("name", PRESETS)
