@@ -9,16 +9,12 @@ import torch
 from envoi.epilogues import Col, epilogue, library, row_sum
 from envoi.epilogues.lower import lower
 from envoi.ops.gemm.hopper import config as configs
-from envoi.ops.gemm.hopper import time_model
 from envoi.ops.gemm.hopper.candidates import candidates, default_config
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.ops.gemm.hopper.pairs import pairs_pay
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
-from envoi.ops.gemm.hopper.tune import rounded
 from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
-NO_WIDE_TILE = "wide_tail_tiles: expected a tile of two consumers that is as wide as high"
 STORE = lower(library.store.ir, torch.bfloat16, "gluon", False, True, frozenset())
 SCALED = Problem(64 * 256, 4096, 7168, 1, num_groups=64, scaled=True)
 SQUARE, WIDE = Config(64, 2, 128, 128, 6, num_store_buffers=2), Config(64, 2, 128, 128, 5, wide_tail_tiles=True)
@@ -34,22 +30,6 @@ SQUARE, WIDE = Config(64, 2, 128, 128, 6, num_store_buffers=2), Config(64, 2, 12
 )
 def test_problems_that_wide_tiles_refuse(problem, words):
     assert why_not(problem, WIDE, STORE) == words
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_consumers": 1}, f"{NO_WIDE_TILE}, got 1x64x128"),
-        ({"block_y": 64}, f"{NO_WIDE_TILE}, got 2x64x64"),
-        (
-            {"num_stages": 6},
-            "num_stages: 2x64x128 k128x6 p64x1 wide_tail_tiles needs 264192 bytes of shared memory, got 232448",
-        ),
-        ({"num_stages": 1}, "num_stages: expected at least 2, got 1"),
-    ],
-)
-def test_wide_tiles_that_nothing_can_run(change, words):
-    assert why_not(SCALED, replace(WIDE, **change), STORE).startswith(words)
 
 
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
@@ -94,14 +74,6 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
     chosen = default_config(replace(SCALED, M=64 * rows), STORE, NUM_SMS)
     assert chosen is not None
     assert chosen.wide_tail_tiles == wide
-
-
-@pytest.mark.parametrize("mean", [1, 5, 64, 200, 256, 700])
-@pytest.mark.parametrize("config", [SQUARE, WIDE], ids=lambda config: config.label())
-def test_tiles_of_an_expert_are_those_of_routing_at_random(mean, config):
-    rows = torch.poisson(torch.full((200_000,), float(mean)), generator=torch.Generator().manual_seed(mean))
-    counted = (rows / config.block_m).ceil().mean().item()
-    assert time_model._tiles_of_group(SCALED, config, mean) == pytest.approx(counted, rel=0.02)
 
 
 # The last tokens' tile
@@ -257,28 +229,3 @@ def lowered(ir, tma: bool):
 @epilogue
 def with_two_columns(acc, scale: Col, bias: Col):
     return acc * scale + bias
-
-
-@pytest.mark.parametrize(
-    ("rows", "K", "in_turns"),
-    [
-        (16, 768, False), (17, 768, True), (32, 768, True), (64, 768, True), (65, 768, False), (64, 2048, True),
-        (54, 4096, True), (55, 4096, False), (64, 4096, False), (64, 7168, False),
-    ],
-)  # fmt: skip
-def test_scaled_tiles_in_turns_for_some_tokens_an_expert(rows, K, in_turns):
-    code = lower(library.expert_l2(False).ir, torch.bfloat16, "gluon", False, False, frozenset())
-    experts = Problem(rows * 128, 2048, K, 1, num_groups=128, scaled=True)
-    assert any(config.pingpong for config in candidates(experts, code)) == in_turns
-    assert default_config(experts, code, NUM_SMS).pingpong == in_turns
-    assert not any(config.pingpong for config in candidates(replace(experts, num_groups=0), code))
-
-
-@pytest.mark.parametrize("rows", [55, 60, 64, 100])
-@pytest.mark.parametrize("experts", [32, 64])
-def test_long_products_of_experts_with_second_tiles_quantise_in_pairs(rows, experts):
-    """Compare as measured at 64 rows an expert: 398 us in pairs, 496 in turns with a kernel that quantises."""
-    in_tile = library.expert_l1("swiglu", None, False, None)
-    in_pairs = library.expert_l1("swiglu", None, False, "fp8_1x128", rounded=True)
-    problem = Problem(rows * experts, 4096, 4096, 1, num_groups=experts, scaled=True)
-    assert pairs_pay(rounded(problem), in_pairs.ir, in_tile.ir, NUM_SMS)

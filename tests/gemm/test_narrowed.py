@@ -93,15 +93,6 @@ def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(cod
 
 
 @pytest.mark.parametrize(
-    "problem", [replace(PLAIN, num_groups=8), replace(PLAIN, element_bytes=1, scaled=True)], ids=["grouped", "scaled"]
-)
-def test_they_are_for_plain_products(problem):
-    assert not any(config.narrowed for config in candidates(problem, STORE))
-    config = tile(208, block_k=128, num_stages=3, epilogue_columns=64)
-    assert why_not(problem, config, STORE).startswith("block_y: expected a power of two unless in a plain GEMM")
-
-
-@pytest.mark.parametrize(
     ("config", "why"),
     [
         (tile(208, split_k=2), "split_k: expected 1 beside 208 tokens"),
@@ -133,23 +124,6 @@ def test_few_tokens_have_a_tile_of_their_own_width(M, tokens, ep):
     assert {config.block_y for config in found} == ({tokens} if tokens & (tokens - 1) else set())
     assert not any(config.stored_in_boxes for config in found)
     assert any(config.block_y == tokens and config.swap_ab for config in candidates(problem, code))
-
-
-@pytest.mark.parametrize(
-    ("change", "config", "why"),
-    [
-        ({}, tile(48, 1, split_k=2), ""),
-        ({}, tile(48, 1, split_k=16), ""),
-        ({"whole_k": True}, tile(48, 1, split_k=2), "split_k: expected 1 where bits"),
-        ({}, tile(48, 1, block_k=128, num_stages=4), "block_k: expected rows of at most 128 bytes in a stage"),
-        ({"num_groups": 8}, tile(48, 1), "block_y: expected a power of two unless in a plain GEMM"),
-        ({"scaled": True, "element_bytes": 1}, tile(48, 1, block_k=128), "block_y: expected a power of two unless"),
-    ],
-)
-def test_few_tokens_may_be_split_along_k(change, config, why):
-    problem, code = replace(PLAIN, M=42, **change), lowered(library.store, tma=False)
-    found = why_not(problem, fitted(problem, config, code), code)
-    assert found.startswith(why) and bool(found) == bool(why)
 
 
 # Times in us on an H200 of the best narrowed config and of the best other:

@@ -118,13 +118,6 @@ def test_epilogues_that_pairs_cant_quantise(ep):
         lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset(), paired=True)
 
 
-def test_pairs_are_stored_by_the_kernel_itself():
-    for given in ({"tma": True}, {"dialect": "triton"}):
-        options = {"dialect": "gluon", "tma": False, **given}
-        with pytest.raises(ValueError, match="pairs of chunks"):
-            lower(IN_PAIRS["concat"], torch.bfloat16, whole_rows=False, pointers=frozenset(), paired=True, **options)
-
-
 @pytest.mark.parametrize(
     ("config", "problem", "words"),
     [
@@ -177,13 +170,6 @@ def test_chosen_where_tokens_are_many(layout, on_hopper):
     assert not chosen(64 * 12, layout=layout)  # weights take the M side
     assert not chosen(64 * 192, N=4224, layout="interleaved")
     assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, format="bf16")
-
-
-def test_forced(on_hopper):
-    for wanted in (True, False):
-        use_pairs(wanted)
-        assert chosen(64) == chosen(64 * 192) == wanted
-        assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, N=4224, layout="interleaved")
 
 
 # The kernels

@@ -29,7 +29,7 @@ from envoi.runtime.prepared import calls, driver, forms, parameters, replay
 from envoi.runtime.prepared.constants import exactly
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
-from tests.runtime.prepared_cases import moe_cases, normal, route_cases
+from tests.runtime.prepared_cases import gemm_cases, moe_cases, normal, route_cases
 
 SOURCE = Path(envoi.__file__).parent
 CPU, CPU_DEVICE = Target("cpu", 1), torch.device("cpu")
@@ -75,14 +75,24 @@ def test_the_second_call_is_replayed_on_its_own_tensors(hopper):
         lambda a, b: ((a, b), {"out_dtype": torch.float32}),
         lambda a, b: ((a.t().contiguous().t(), b), {}),
         lambda a, b: ((a, b, envoi.epilogues.library.swiglu), {}),
+        lambda a, b: ((a, b), {"batch_invariant": True}),
     ],
-    ids=["shape", "dtype", "out_dtype", "strides", "epilogue"],
+    ids=["shape", "dtype", "out_dtype", "strides", "epilogue", "batch_invariant"],
 )
 def test_other_calls_have_other_keys(hopper, other):
     prepare()
     arguments, named = other(*sides())
     assert not replays(hopper, envoi.gemm, *arguments, **named)
     assert replays(hopper, envoi.gemm, *sides())
+
+
+@pytest.mark.parametrize("name", ["moe-bf16", "grouped-bf16"])
+def test_batch_invariance_is_in_the_key_of_experts(hopper, name):
+    case = (moe_cases(64, 16, 4, 512, 512, "cpu") | gemm_cases(64, 128, 128))[name]
+    given, named = case.arguments(0)
+    prepare(case.function, given, **named)
+    assert not replays(hopper, case.function, *given, **named, batch_invariant=True)
+    assert replays(hopper, case.function, *given, **named)
 
 
 class Seen(TorchDispatchMode):
@@ -557,7 +567,8 @@ def test_the_variables_decide(monkeypatch, variables, on):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert runpy.run_path(shortcuts.__file__)["PREPARED"] is on
+    found = runpy.run_path(shortcuts.__file__)
+    assert (found["PREPARED"], found["ENABLED"]) == (on, "ENVOI_SAFE_LAUNCH" not in variables)
 
 
 @pytest.mark.parametrize("name", ["ENVOI_PREPARED", "ENVOI_SAFE_LAUNCH", "ENVOI_NVTX"])
