@@ -62,7 +62,7 @@ def planned(M: int, N: int, K: int, epilogue, grouping, operands=None):
 
 def drawn_sizes():
     draw = random.Random(1)
-    return [(draw.randint(1, 9000), 64 * draw.randint(1, 80), 64 * draw.randint(1, 120)) for _ in range(120)]
+    return [(draw.randint(1, 9000), 64 * draw.randint(1, 80), 64 * draw.randint(1, 120)) for _ in range(60)]
 
 
 def test_a_batch_invariant_product_never_splits_k():
@@ -71,7 +71,7 @@ def test_a_batch_invariant_product_never_splits_k():
         for ep in (store, absmax):  # tiles as wide as needed leave a store few splits
             split += planned(M, N, K, ep, ALL_ROWS)[1].split_k > 1
             assert planned(M, N, K, ep, INVARIANT_ROWS)[1].split_k == 1
-    assert split > 10  # else the promise would cost nothing and say nothing
+    assert split > 5  # else the promise would cost nothing and say nothing
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8_row", "fp8_block128"])
