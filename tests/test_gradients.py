@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import envoi
 from envoi.epilogues import Col, Scalar
@@ -114,6 +115,14 @@ def test_a_derivative_is_refused(call, place):
         torch.func.grad(total)(given[place])
     with pytest.raises(ValueError, match=f"^{name}: expected a tensor without gradients, .*is differentiated"):
         torch.func.jvp(total, (given[place],), (torch.ones_like(given[place]),))
+
+
+def test_a_tangent_is_refused_where_gradients_are_off():
+    """Test that tangents are refused: forward derivatives don't need grad mode."""
+    with torch.no_grad(), forward_ad.dual_level():
+        envoi.gemm(X, X)
+        with pytest.raises(ValueError, match="^b: expected a tensor without gradients, .*is differentiated"):
+            envoi.gemm(X, forward_ad.make_dual(X, X))
 
 
 def multiply(x):

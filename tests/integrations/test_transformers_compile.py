@@ -99,6 +99,23 @@ def test_weights_may_change_between_compiled_calls(change, packs):
     assert not torch.equal(after, before)
 
 
+def test_inductor_runs_each_layers_experts():
+    modules = expert_modules(loud("qwen3_moe"))
+
+    def both(x, ids, weights):
+        return modules[0](x, ids, weights), modules[1](x, ids, weights)
+
+    x = torch.randn(5, 128, dtype=torch.bfloat16)
+    ids = torch.rand(5, 8).topk(4).indices
+    weights = torch.rand(5, 4)
+    with torch.inference_mode():
+        want = both(x, ids, weights)
+        got = torch.compile(both, fullgraph=True)(x, ids, weights)
+    assert not torch.equal(*want)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
 @pytest.mark.parametrize("name", mostly_slow(["qwen3_moe", "gpt_oss"], quick=["qwen3_moe"]))
 def test_generate_compiles_a_static_cache(name, monkeypatch):
     model, ids = loud(name), tokens(1, 8)

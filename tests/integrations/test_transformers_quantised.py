@@ -1,5 +1,7 @@
 """Quantised checkpoints loaded by transformers and run by Envoi as they are stored."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -94,6 +96,19 @@ def test_gpt_oss_blocks(tmp_path):
             assert torch.equal(got, right)
 
 
+def test_gpt_oss_blocks_are_saved_as_they_came(tmp_path):
+    folder = mxfp4_blocks(tmp_path / "a")
+    model, ids = load(folder), tokens()
+    model.save_pretrained(tmp_path / "b")
+    assert torch.equal(logits(load(tmp_path / "b"), ids), logits(model, ids))
+
+
+def test_gpt_oss_blocks_are_widened_for_other_formats(tmp_path):
+    model = load(mxfp4_blocks(tmp_path), experts_implementation="envoi_fp8_row")
+    assert not experts_of(model)
+    assert logits(model, tokens()).isfinite().all()
+
+
 @pytest.mark.parametrize("save", [fp8_blocks, fp8_matrices])
 def test_fp8_weights_are_kept_once(save, tmp_path):
     module = experts_of(load(save("mixtral", tmp_path)))[0]
@@ -121,6 +136,12 @@ def test_another_format_is_refused_before_weights_are_read(tmp_path, monkeypatch
     assert not read
 
 
+def test_another_format_if_asked_for(tmp_path, rounding):
+    model = load(fp8_blocks("mixtral", tmp_path), experts_implementation="envoi_fp8_row")
+    assert packed_experts(experts_of(model)[0], "fp8_row").format == "fp8_row"
+    assert logits(model, tokens()).isfinite().all()
+
+
 def test_factors_that_fit_no_format_are_refused(tmp_path):
     model = load(fp8_matrices("mixtral", tmp_path))
     module = experts_of(model)[0]
@@ -144,6 +165,15 @@ def test_the_report_of_quantised_models(tmp_path):
 
 def own_bytes(model):
     return sum(x.nbytes for module in experts_of(model) for x in module.parameters() if not x.is_meta)
+
+
+def test_linear_layers_in_fp8_are_widened_where_nothing_runs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = fp8_blocks("mixtral", tmp_path)
+    said = json.loads((folder / "config.json").read_text())
+    said["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    (folder / "config.json").write_text(json.dumps(said))
+    assert {row.stored for row in report(load(folder)).rows} == {"bfloat16"}
 
 
 def test_without_a_gpu_fp8_experts_run_by_envoi_alone(tmp_path, monkeypatch):

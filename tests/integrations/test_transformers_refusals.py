@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from envoi.integrations.transformers import recognise_activation
 from tests.helpers.transformers_models import COMMON, build, expert_modules, logits, tokens
@@ -55,6 +55,35 @@ def test_refused_before_weights_are_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=NO_PART):
         AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="envoi")
     assert not read
+
+
+def test_a_vision_tower_needs_no_experts():
+    text = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    model = AutoModel.from_config(config, experts_implementation="envoi")
+    assert {module.config._experts_implementation for module in expert_modules(model)} == {"envoi"}
+
+
+def test_a_tower_of_another_family_needs_no_experts():
+    config = transformers.LlavaConfig(
+        text_config=build("mixtral").config,
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=8,
+        ),
+    )
+    model = AutoModel.from_config(config, experts_implementation="envoi", dtype=torch.bfloat16)
+    assert [module.config._experts_implementation for module in expert_modules(model)] == ["envoi", "envoi"]
+    model.set_experts_implementation({"text_config": "envoi_mxfp8"})
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        AutoModelForCausalLM.from_config(outside("LlamaConfig"), experts_implementation="envoi")
 
 
 def test_fp8_checkpoints_in_blocks_of_another_size_are_refused_before_weights_are_read(tmp_path, monkeypatch):
@@ -156,3 +185,9 @@ def test_a_router_that_learns_is_refused():
             module.weight.requires_grad_()
     with pytest.raises(ValueError, match="expected inputs and weights that need no gradient"):
         model(tokens())
+
+
+def test_a_name_may_be_chosen_from_a_configuration():
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=2, experts_implementation="envoi_fp8_row")
+    model = AutoModelForCausalLM.from_config(config)
+    assert model.get_experts_implementation() == {"": "envoi_fp8_row"}

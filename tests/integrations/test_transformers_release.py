@@ -62,6 +62,13 @@ def test_released_experts_compile():
     assert torch.equal(logits(compiled, ids), want)
 
 
+def test_models_that_run_by_others_keep_theirs():
+    model, ids = build("mixtral"), tokens()
+    want = logits(model, ids)
+    assert release(model) == 0
+    assert torch.equal(logits(model, ids), want)
+
+
 def test_what_needs_the_originals_is_refused(tmp_path):
     model = build("mixtral")
     model.set_experts_implementation("envoi_fp8_row")

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -196,6 +197,16 @@ def test_released_weights_follow_nobody_elses(shared):
     assert after is not handed and torch.equal(down_bits(handed), want[0])
 
 
+def test_memory_that_is_the_modules_is_not_written_to():
+    module = expert_modules(build("mixtral"))[0]
+    old = module.down_proj.data
+    assert packed_experts(module).down.data_ptr() == old.data_ptr()
+    want = old.clone()
+    module.down_proj.data = old * 2
+    assert torch.equal(packed_experts(module).down, want * 2)
+    assert torch.equal(old, want)
+
+
 def test_packings_go_with_their_model():
     model = loud("mixtral")
     logits(model, tokens())
@@ -205,6 +216,16 @@ def test_packings_go_with_their_model():
     del model
     gc.collect()
     assert all(ref() is None for ref in alive)
+
+
+def test_a_deep_copy_packs_its_own():
+    model, ids = loud("mixtral"), tokens()
+    want = logits(model, ids)
+    other = copy.deepcopy(model)
+    write_in_place(other)
+    changed = logits(other, ids)
+    assert torch.equal(logits(model, ids), want)
+    assert not torch.equal(changed, want)
 
 
 def test_threads_share_one_packing(monkeypatch):
@@ -260,3 +281,15 @@ def test_lora_on_experts_warns_once_and_names_the_cure(monkeypatch):
     want = logits(merged, ids)
     assert (ours - want).norm() < 0.05 * want.norm()
     assert (close - want).norm() < 0.05 * want.norm()
+
+
+def test_offloaded_experts_run_and_warn_once(monkeypatch):
+    monkeypatch.setattr(forward, "_warned", False)
+    model, ids = loud("mixtral"), tokens()
+    want = logits(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.warns(UserWarning, match="packed again in every call.*offloading"):
+        assert torch.equal(logits(model, ids), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(logits(model, ids), want)

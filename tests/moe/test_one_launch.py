@@ -60,6 +60,15 @@ def test_few_and_many_rows_of_an_expert_take_one_launch(sizes):
         assert "fused_kernel" in names(tokens, *sizes)
 
 
+def test_an_expert_too_small_for_its_tiles_takes_two():
+    assert names(64, 4096, 2048, 1, num_topk=1).count("gemm_kernel") == 2
+
+
+def test_more_rows_than_a_search_can_tell_apart_take_two():
+    sizes = (1 << 20, 256), (1 << 26, 1024), (1 << 27, 1024), (1 << 25, 4096)
+    assert [host._fits_search(*size) for size in sizes] == [True, True, False, False]
+
+
 def test_what_it_does_not_run(forced):
     forced(True)
     rows = QuantTensor(

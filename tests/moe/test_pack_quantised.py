@@ -104,6 +104,14 @@ def test_pairs_in_all_their_types(dress):
     check_exact(packed, gate_up, down, groups, "concat")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_powers_of_two_are_factors_of_rows_too(dtype):
+    gate_up, down, *groups = rows_of_fp8(lambda *shape: power_bytes(*shape).view(dtype))
+    packed = pack(gate_up[0], down[0], gate_up_sf=gate_up[1].squeeze(-1), down_sf=down[1].squeeze(-1))
+    assert packed.format == "fp8_row"
+    check_exact(packed, gate_up, down, groups, "concat")
+
+
 def test_one_factor_for_gate_one_for_up_and_one_for_down():
     gate_up, down = e4m3(E, 2 * INTER, H), e4m3(E, H, INTER, seed=2)
     factors = float_factors(E, 2), float_factors(E, seed=3)
@@ -163,6 +171,19 @@ def test_two_factors_that_one_cannot_replace_are_refused_or_rounded(factors):
     )  # fmt: skip
     got = unpack(apart, "interleaved", torch.float64)[0]
     assert 0 < relative_error(got, meaning(*gate_up, groups[0])) < 0.04
+
+
+def test_zero_factors_and_nan_weights_are_kept():
+    gate_up, down, *groups = blocks_of_fp8(like=False)
+    factors = gate_up[1].zero_()
+    factors[:, 0, 0] = 1.0
+    values = gate_up[0].clone()
+    values.view(torch.uint8)[0, 5, 7] = 0x7F
+    packed = pack(values, down[0], gate_up_sf=factors, down_sf=down[1], packed_layout="interleaved")
+    got = unpack(packed, "concat", torch.float64)[0]
+    want = meaning(values.where(~values.float().isnan(), 0.0), factors, groups[0])
+    assert got[0, 5, 7].isnan()
+    assert torch.equal(got.nan_to_num(0.0), want)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "hopper"])

@@ -54,6 +54,20 @@ def test_trees_of_tensors(name):
     assert sizes.down_bias == (None if name == "no bias" else (8, 256))
 
 
+def test_experts_are_an_input_of_an_exported_program(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, tokens, routing, experts):
+            return envoi.moe(tokens, routing, experts)
+
+    experts = PLAIN.pack("fp8_block128")  # torch 2.11 can't write UE8M0 down
+    torch.export.save(torch.export.export(Layer(), (PLAIN.tokens, PLAIN.routing, experts)), tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    others = make(tokens=5, seed=1).pack("fp8_block128")
+    for given in (experts, others):
+        got = loaded(PLAIN.tokens, PLAIN.routing, given)
+        assert torch.equal(got, envoi.moe(PLAIN.tokens, PLAIN.routing, given))
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_moved(name):
     moved = PACKED[name].to("meta")
@@ -153,3 +167,11 @@ def test_descriptions_that_nothing_wrote_are_refused_or_change_nothing(name, tmp
 
 def without(given: dict, key: str) -> dict:
     return {name: value for name, value in given.items() if name != key}
+
+
+def test_a_promise_about_scales_is_looked_up():
+    packed = PLAIN.pack("mxfp4")
+    packed.gate_up.sf.view(torch.uint8)[0, 0, 0] = 140
+    assert packed.gate_up.scales_at_most_2
+    again = envoi.experts.from_state_dict(envoi.experts.state_dict(packed))
+    assert (again.gate_up.scales_at_most_2, again.down.scales_at_most_2) == (False, True)

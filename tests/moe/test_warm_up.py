@@ -145,6 +145,22 @@ def any_form(draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     return room.view(len(x), -1)[:, :columns:apart].copy_(x)
 
 
+def test_arguments_of_any_form_are_brought_into_the_one_that_is_compiled_for():
+    draw = random.Random(0)
+    for _ in range(50):
+        tokens = any_form(draw, torch.randn(draw.randint(1, 9), 64).bfloat16())
+        weights = any_form(draw, torch.rand(len(tokens), 3))
+        ids = any_form(draw, torch.randint(0, 8, (len(tokens), 3), dtype=torch.int32))
+        got = compiled_form(tokens, weights, ids, 5)
+        assert torch.equal(got[0], tokens)
+        assert torch.equal(got[1][:, :3], weights) and not got[1][:, 3:].any()
+        assert torch.equal(got[2][:, :3], ids) and (got[2][:, 3:] == -1).all()
+        assert all(x.stride(1) == 1 and x.data_ptr() % 16 == 0 for x in got)
+        assert got[0].stride(0) % 16 == 0 and all(x.is_contiguous() for x in got[1:])
+    same = torch.zeros(4, 96)[:, :64], torch.zeros(4, 5), torch.zeros(4, 5, dtype=torch.int32)
+    assert all(x is y for x, y in zip(compiled_form(*same, 5), same, strict=True))
+
+
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))
 @pytest.mark.parametrize("presum", [False, True])
 @pytest.mark.parametrize("hosts", [(), tuple("aabb"), tuple("abcd")], ids=["gathered", "pairs", "alone"])

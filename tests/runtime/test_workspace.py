@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -36,6 +37,13 @@ def test_a_stream_shares_until_more_is_wanted(on):
     assert start(kept.take(10, CPU)) == start(more)
     on(2)
     assert start(kept.take(10, CPU)) != start(more)
+
+
+def test_what_has_been_replaced_stays(on):
+    kept = Kept(0)
+    first = weakref.ref(kept.take(10, CPU))  # a kernel may still use it
+    kept.take(workspace.LEAST + 1, CPU)
+    assert first() is not None
 
 
 def test_a_capture_has_its_own_and_shares_it_in_itself(on):
@@ -146,6 +154,14 @@ def test_calls_at_once_and_other_streams_have_scratch_memory_of_their_own(scratc
     assert (scratch.take(2, 10) == 7.0).all()
     workspace.forget_scratch()
     assert not scratch.free
+
+
+def test_scratch_memory_at_the_end_of_the_process(scratch, monkeypatch):
+    def refuse(self, make):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(workspace.ThreadPoolExecutor, "submit", refuse)
+    assert scratch.take(1, 10).numel() == workspace.LEAST_SCRATCH
 
 
 def test_an_error_of_the_allocation_is_raised_after_one_attempt(scratch, monkeypatch):
