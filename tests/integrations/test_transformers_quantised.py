@@ -8,12 +8,20 @@ import transformers
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from envoi.experts import from_checkpoint, unpack
-from envoi.integrations.transformers import module_weights, packed_experts, report
+from envoi.integrations.transformers import module_weights, packed_experts, register, report
 from tests.helpers.accuracy import relative_error
 from tests.helpers.quantised_models import WIDER, fp4, fp8_blocks, fp8_matrices, mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
+
+
+@pytest.fixture
+def rounding():
+    """Round weights again that a format can't hold."""
+    register(requantize=True)
+    yield
+    register()
 
 
 def load(folder, **options):
