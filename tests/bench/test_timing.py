@@ -70,6 +70,16 @@ def test_a_call_that_the_host_enqueued_too_late_is_timed_again(host):
     assert (host.done, host.fillers) == (4, 7 + 4)
 
 
+def test_stalls_now_and_then_dont_add_up(host):
+    host.late = lambda call: call % 20 == 1
+    lead = timing.Lead(host.fill)
+    for _ in range(400):
+        lead.time(host.call)
+    assert not lead.hopeless
+    assert lead.count < timing.MAX_FILLERS
+    assert host.done == 400 + 400 // 19 + 1
+
+
 def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_is(host):
     host.late = lambda call: True
     lead = timing.Lead(host.fill)

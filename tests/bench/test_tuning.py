@@ -53,6 +53,14 @@ def test_the_list_has_what_was_measured_here(capsys, measured_here):
     assert f"  {other.label()}  " in capsys.readouterr().out
 
 
+def test_rows_as_routing_leaves_them(capsys):
+    arguments = ["tune", "--list", "--shape", "12288x512x256", "--groups", "32", "--epilogue", "swiglu"]
+    assert cli.main([*arguments, "--drawn"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("32: 12288x512x256 <= 422 bf16 swiglu ")
+    assert cli.main(arguments) == 0
+    assert "<=" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

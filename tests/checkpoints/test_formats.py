@@ -30,6 +30,8 @@ from tests.checkpoints.files import (
     mxfp8,
     power_floats,
     separate,
+    silu,
+    stacked_fp8,
 )
 from tests.checkpoints.table import error_of
 from tests.moe.stored import float_factors, pairs, power_bytes
@@ -264,3 +266,13 @@ def test_experts_together_with_one_factor_for_gate_and_one_for_up(tmp_path):
     files.config["quantization_config"] = compressed({"num_bits": 8, "type": "float", "strategy": "tensor"})
     files.config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["ParallelExpertsOfSomeWriter"]
     assert error_of(from_checkpoint(files.write(tmp_path), 2), files.layers[2]) == 0
+
+
+def test_stacked_nvfp4_is_refused(tmp_path):
+    files = stacked_fp8()
+    files.config = silu("qwen3_moe", num_experts=EXPERTS, quantization_config=MODELOPT)
+    for name, x in files.tensors.items():
+        if x.dtype == torch.float8_e4m3fn:
+            files.tensors[name] = x.view(torch.uint8)
+    with pytest.raises(ValueError, match="gate_up_proj: expected experts with a tensor for each matrix, as their fact"):
+        from_checkpoint(files.write(tmp_path), 1)

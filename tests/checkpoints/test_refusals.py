@@ -9,7 +9,7 @@ import torch
 
 from envoi.checkpoints.shards import Shards
 from envoi.experts import from_checkpoint
-from tests.checkpoints.files import CASES, CHANNELS
+from tests.checkpoints.files import CASES, CHANNELS, V3
 from tests.checkpoints.test_from_checkpoint import Counted, counted  # noqa: F401
 
 NAME = "model.layers.1.mlp.experts.3.up_proj"
@@ -157,6 +157,12 @@ def test_a_read_that_fails_leaves_nothing(name, tmp_path, monkeypatch):
     assert held(folder) == before == (before[0], False)
 
 
+def test_a_shard_that_is_not_there(folder):
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors: expected a file of .*, got no such file"):
+        from_checkpoint(folder, 1)
+
+
 def test_an_index_that_names_the_wrong_shard(folder):
     index = folder / "model.safetensors.index.json"
     said = json.loads(index.read_text())
@@ -195,6 +201,15 @@ def test_a_config_that_is_none(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="config.json: expected the checkpoint's configuration, got no such file"):
         from_checkpoint(folder, 1)
+
+
+def test_folders_without_a_checkpoint(tmp_path):
+    for path in (tmp_path / "nowhere", "Qwen/Qwen3-30B-A3B", None):
+        with pytest.raises(ValueError, match="path: expected a checkpoint's folder or a file of safetensors on this"):
+            from_checkpoint(path, 1)  # pyright: ignore[reportArgumentType]
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    with pytest.raises(ValueError, match="expected files of safetensors, got none"):
+        from_checkpoint(tmp_path, 1)
 
 
 @pytest.mark.parametrize(("message", "given"), [

@@ -145,3 +145,14 @@ def test_experts_without_a_gate(case, tmp_path):
     message = r"experts.0.gate_proj.weight: expected a tensor of this name, as the activation has a gate, got none"
     with pytest.raises(ValueError, match=message):
         from_checkpoint(files.write(tmp_path), 1)
+
+
+def test_an_order_of_rows_that_is_not_known(tmp_path):
+    files = CASES["qwen3_5"].make()
+    base = STACKED
+    files.tensors[f"{base}w13_weight"] = files.tensors.pop(f"{base}gate_up_proj")
+    files.tensors[f"{base}w2_weight"] = files.tensors.pop(f"{base}down_proj")
+    with pytest.raises(
+        ValueError, match=r"model_type: expected one of 'inkling', .*w13_weight is known, got 'qwen3_5_moe"
+    ):
+        from_checkpoint(files.write(tmp_path), 1)

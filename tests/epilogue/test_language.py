@@ -5,6 +5,7 @@ import math
 import random
 import re
 import statistics
+import types
 from pathlib import Path
 
 import numpy as np
@@ -421,6 +422,16 @@ def test_annotations_may_be_text():
 
     kinds = [operand.kind for operand in epilogue(late).ir.operands]
     assert kinds == ["Col", "Col", "Col", "HalfTile", "Row", "Scalar"]
+
+
+def test_annotations_for_type_checkers_alone():
+    def function(acc, bias: "Col"):
+        return acc + bias
+
+    elsewhere = types.FunctionType(function.__code__, {}, "function")  # a module that never imports Col
+    elsewhere.__annotations__ = function.__annotations__
+    exec("def decorate(epilogue, function): return epilogue(function)", names := {})
+    assert names["decorate"](epilogue, elsewhere).ir.operands[0].kind == "Col"
 
 
 def test_calls_need_their_operands():

@@ -1,5 +1,6 @@
 """Epilogue objects: their reference, lifetime, pickling, and nesting."""
 
+import copy
 import gc
 import io
 import linecache
@@ -149,6 +150,10 @@ def test_misfits_inside_name_the_line(body, reason):
 # Lifetime
 
 
+def test_an_epilogue_is_one_already():
+    assert epilogue(linear) is linear
+
+
 def test_epilogues_die_with_what_they_close_over():
     gc.collect()
     before = len(api._alive), len(api._in_graphs), _generated()
@@ -199,6 +204,19 @@ def test_a_graph_keeps_what_it_was_traced_with():
 
 
 # Copies
+
+
+def test_an_unknown_key_is_explained():
+    with pytest.raises(
+        ValueError, match="no epilogue of this process has the key 0123; import the module that makes it"
+    ):
+        torch.ops.envoi.gemm(A, None, [], B, None, [], "0123", torch.float32, [], [], "")
+
+
+def test_copies_are_the_same():
+    assert copy.copy(linear) is copy.deepcopy(linear) is linear
+    local = _over(torch.ones(4), 1)
+    assert copy.deepcopy({"x": local})["x"] is local
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

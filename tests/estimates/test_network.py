@@ -80,6 +80,22 @@ def test_experts_and_rows_are_those_of_all_hosts():
     assert two.pool_rows == one.pool_rows
 
 
+def run(capsys, more: str) -> str:
+    assert cli.main(["plan", *shlex.split(f"{ARGUMENTS} {more}")]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", ["--hosts 2", "--hosts 2 --presum --tokens 30000", "--hosts 64 --gpus 1 --network 3"])
+def test_the_table_and_the_picture_fit_80_columns(more, capsys):
+    lines = run(capsys, more).splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [line[:9].strip() for line in lines]
+    assert [name for name in names if name in STEPS] == 3 * STEPS
+    text = " ".join(" ".join(lines).split())
+    assert "network us" in text and "network MB" in text and "░ network" in text
+    assert "between hosts: " in text and "nothing has been measured between hosts" in text
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

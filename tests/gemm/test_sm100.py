@@ -113,6 +113,22 @@ def test_refusals_of_scale_factors(change, words):
     assert reason.startswith(words) if words else not reason
 
 
+def test_refusals_of_problems():
+    cut = dataclasses.replace(PLAIN, split_k=2)
+    assert "K: expected at least 1" in why_not(dataclasses.replace(PROBLEM, K=0), PLAIN, STORE)
+    assert "split_k: expected 1 in a grouped" in why_not(dataclasses.replace(PROBLEM, num_groups=8), cut, STORE)
+    padded = dataclasses.replace(SCALED, padded=True, K=96)
+    assert "FP4 beside FP8" in why_not(padded, BlackwellConfig(128, 128, 4, sf_group=32), STORE)
+    quantised = lower(library.swiglu_fp8.ir, BF16, "gluon", False, True, frozenset())
+    words = "epilogue_columns: expected a multiple of 256 columns for this epilogue, got 64"
+    assert why_not(PROBLEM, PLAIN, quantised) == words
+    concat = library.expert_l1("swiglu", None, False, None, "concat")
+    halves = lower(concat.ir, BF16, "gluon", False, True, frozenset())
+    assert why_not(PROBLEM, PLAIN, halves) == "epilogue: expected one that takes pairs of columns, got one of halves"
+    whole = lower(library.absmax.ir, BF16, "gluon", True, True, frozenset())
+    assert "whole rows of 4096 columns" in why_not(PROBLEM, PLAIN, whole)
+
+
 @pytest.mark.parametrize("name", ["gemm-sm100", "gemm-sm100-mxfp8-mxfp4"])
 def test_the_budget_counts_what_the_compiler_takes(name):
     scaled = name != "gemm-sm100"
@@ -153,3 +169,10 @@ def test_each_expert_begins_with_a_block():
             torch.stack([at(packed, first_block[expert] * 128 + row - int(offsets[expert]), c) for c in range(4)]),
             sf[row],
         )
+
+
+def test_weights_of_experts_are_packed_one_by_one():
+    sf = torch.randint(0, 255, (3, 130, 4), dtype=torch.uint8)
+    packed = sf_layout.pack_sf(sf)
+    assert packed.shape == (6, 1, 2, 256)
+    assert at(packed[2:], 129, 3) == sf[1, 129, 3]

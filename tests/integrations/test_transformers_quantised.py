@@ -194,6 +194,33 @@ def test_without_a_gpu_fp8_experts_run_by_envoi_alone(tmp_path, monkeypatch):
     assert logits(model, tokens()).isfinite().all()
 
 
+def test_the_report_says_why_not(tmp_path):
+    model = build("qwen3_moe")
+    first, _ = report(model).rows
+    assert (first.stored, first.chosen, first.why) == ("bfloat16", "eager", "experts_implementation is 'eager'")
+    assert not first.runs
+    model.set_experts_implementation("envoi_fp8_row")
+    assert all(row.runs for row in report(model).rows)
+    config = build("mixtral").config
+    config.hidden_act = "mish"
+    odd = AutoModelForCausalLM.from_config(config)
+    assert "and Envoi can't run it: expected the activation swiglu" in report(odd).rows[0].why
+    assert "MixtralExperts (model.layers.0.mlp.experts, model.layers.1.mlp.experts)" in str(report(odd))
+    llama = AutoModelForCausalLM.from_config(transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8))  # fmt: skip
+    assert str(report(llama)) == "no experts modules found"
+
+
+def test_the_report_lists_experts_outside_the_interface():
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=2, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, vocab_size=64,
+    )  # fmt: skip
+    rows = report(AutoModelForCausalLM.from_config(config)).rows
+    assert [(row.kind, row.runs) for row in rows] == [("Llama4TextExperts", False)]
+    assert "doesn't look its experts up by experts_implementation" in rows[0].why
+
+
 def test_every_tensor_of_a_quantised_module_is_watched(tmp_path):
     module = experts_of(load(mxfp4_blocks(tmp_path)))[0]
     kept = {x.data_ptr() for x in module_weights(module) if x is not None}

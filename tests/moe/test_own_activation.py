@@ -173,6 +173,15 @@ def test_refusals(activation, message):
         pack(layer.gate_up, layer.down, activation=activation)
 
 
+def test_an_epilogue_with_operands_is_refused():
+    @envoi.epilogue
+    def biased(acc, bias: envoi.epilogues.Col):
+        return silu(acc + bias)
+
+    with pytest.raises(ValueError, match="expected no operands, got bias: Col"):
+        written(biased)
+
+
 def test_what_goes_with_an_activation():
     layer = make()
     up = layer.gate_up[:, :128]

@@ -41,6 +41,11 @@ def test_quantised_rows_move_with_their_scales(scheme):
     assert_same_bits(moved.sf.view(torch.uint8), q.sf.view(torch.uint8).view(9, -1)[index])
 
 
+def test_scales_of_several_rows_are_refused():
+    with pytest.raises(ValueError, match="rows: expected scale factors of single rows, got groups of 128 rows"):
+        take_rows(quantize(torch.randn(128, 128), "fp8_128x128"), torch.tensor([0]))
+
+
 def test_combine_sums_in_slot_order():
     big, one = 2.0**24, 1.0
     # In float32, big + one == big, so the order shows: (big - big) + one is 1, (big + one) - big is 0.

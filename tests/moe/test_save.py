@@ -134,6 +134,47 @@ def test_a_truncated_file_is_refused(tmp_path):
             envoi.experts.load(path)
 
 
+SPOILT = {
+    "expected experts written as version 1, got 2": lambda state, meta: meta.update(version=2),
+    "expected a tensor gate_up.sf, got none": lambda state, meta: state.pop("gate_up.sf"),
+    "expected a tensor down.values, got none":
+        lambda state, meta: [state.pop("down.values"), state.pop("down.sf")]
+        + [meta["fields"].pop(f"down.{name}") for name in ("group", "scales_at_most_2", "order")],
+    "down.values: expected float8_e4m3fn .8, 256, 128., got float8_e4m3fn .8, 128, 128.":
+        lambda state, meta: state.update({"down.values": state["down.values"][:, :128]}),
+    "down.sf: expected float32 .8, 2, 1., got float32 .8, 1, 1.":
+        lambda state, meta: state.update({"down.sf": state["down.sf"][:, :1]}),
+    "down_bias: expected float32 .8, 256., got bfloat16 .8, 256.":
+        lambda state, meta: state.update(down_bias=state["down_bias"].bfloat16()),
+    "format: expected one of .*, got 'fp2'": lambda state, meta: meta["fields"].update(format="fp2"),
+    "expected a tensor down_bias, got none": lambda state, meta: state.pop("down_bias"),
+    "expected a tensor gate_up_bias beside the other bias, got none":
+        lambda state, meta: [state.pop("gate_up_bias"), meta.pop("tensors")],
+    "gate_up: expected .num_experts, rows, hidden., got .8, 256.":
+        lambda state, meta: state.update({"gate_up.values": state["gate_up.values"][:, :, 0]}),
+    "envoi: expected fields that this release knows, got 'router'": lambda state, meta: meta["fields"].update(router=1),
+    "envoi: expected a description with fields, got None": lambda state, meta: meta.pop("fields"),
+    "format: expected text, got None": lambda state, meta: meta["fields"].pop("format"),
+    "down.order: expected one of 'rows', 'fragments', 'fp8_fragments', got 'x'":
+        lambda state, meta: meta["fields"].update({"down.order": "x"}),
+    "gate_up.group: expected two numbers, got 3": lambda state, meta: meta["fields"].update({"gate_up.group": 3}),
+    "gate_up_layout: expected 'interleaved' or 'concat'": lambda state, meta: meta["fields"].update(gate_up_layout="x"),
+    "swiglu_limit: expected None or a positive number, got -1":
+        lambda state, meta: meta["fields"].update(swiglu_limit=-1),
+    "down.group: expected .128, 128., got .1, 32.": lambda state, meta: meta["fields"].update({"down.group": [1, 32]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", SPOILT)
+def test_spoilt_states_are_refused(message):
+    state = envoi.experts.state_dict(PACKED["fp8_block128"])
+    meta = json.loads(bytes(state["envoi"].tolist()))
+    SPOILT[message](state, meta)
+    state["envoi"] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"state: {message}"):
+        envoi.experts.from_state_dict(state)
+
+
 ODD = [None, 3, "x", [1], [1, 2, 3], {"a": 1}, -1.5, True]
 
 

@@ -266,6 +266,10 @@ def test_a_kernel_that_is_refused_is_an_error_of_this_process(monkeypatch):
     assert isinstance(e.value.__cause__, ValueError)
 
 
+def test_on_a_cpu_there_is_nothing_to_compile():
+    assert envoi.warm_up(make().pack(), 64, 3) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "named", "text"),
     [
@@ -343,6 +347,12 @@ def test_the_command_refuses(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_the_command_needs_a_gpu_or_an_architecture(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(SMALL) == 2
+    assert "--arch: expected one of sm_90, sm_100, sm_103 on a machine without a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("router", "message"),
     [
@@ -360,3 +370,10 @@ def test_the_command_refuses(arguments, text, capsys):
 def test_a_routers_arguments_are_checked_on_a_cpu_too(router, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         envoi.warm_up(make(hidden=128).pack(), 8, 2, router)
+
+
+def test_a_routers_arguments():
+    gate, ids = torch.zeros(8, 128), torch.zeros(5, dtype=torch.int64)
+    table = torch.zeros(9, 2, dtype=torch.int32)
+    for more in ({}, {"rule": "mixtral"}, {"alpha": 2, "return_logits": True}, {"token_ids": ids, "hash_table": table}):
+        assert envoi.warm_up(make(hidden=128).pack(), 8, 2, {"gate": gate, "k": 2} | more) == 0

@@ -274,6 +274,28 @@ def test_what_calls_do_besides_launches(hopper, monkeypatch, planned, reason):
     assert re.search(reason, refusal(hopper, monkeypatch, planned=planned))
 
 
+def test_the_driver_is_asked_once_for_the_sizes_of_a_kernel():
+    """Again if it had an error, and for another kernel that has the handle of one that is gone."""
+    answers = iter([None, 8, 4, None, 2, None])
+    asked = driver.Driver.__new__(driver.Driver)
+    asked._sizes = weakref.WeakKeyDictionary()
+
+    def parameter(function, number, at, size):
+        answer = next(answers)
+        driver.SIZE.from_address(size).value = answer or 0
+        return answer is None
+
+    asked._parameter = parameter
+    kernel = fresh_kernel()
+    assert [asked.parameter_sizes(kernel) for _ in range(3)] == [[], [8, 4], [8, 4]]
+    del kernel
+    assert not asked._sizes and asked.parameter_sizes(fresh_kernel()) == [2]
+
+
+def fresh_kernel():
+    return type("Kernel", (), {"function": 7})()
+
+
 def test_parameters_that_the_driver_knows_otherwise(hopper, monkeypatch):
     monkeypatch.setattr(type(hopper), "parameter_sizes", lambda self, kernel: self.sizes[kernel.function][:-1])
     prepare()
@@ -303,6 +325,20 @@ def test_memory_that_is_nobodys():
     assert made.place(made.inputs[0][1:]) == (program.INPUT, 0, 4)
     with pytest.raises(program.RefusedError, match="neither an argument nor the call's own"):
         made.place(torch.empty(3, device="meta"))
+
+
+def test_calls_that_need_much_memory(hopper, monkeypatch):
+    monkeypatch.setattr(program, "MAX_SCRATCH_BYTES", 1000)
+    prepare()
+    assert calls._calls.refusals() == ["more than 1000 bytes of memory"]
+
+
+def test_a_planned_call_knows_every_tensor():
+    x, y = torch.zeros(3), torch.zeros(3)
+    with pytest.raises(program.RefusedError, match="isn't among the call's"):
+        program.plan(lambda x, y: x, (x, y), {}, [x], CPU)
+    with pytest.raises(program.RefusedError, match="given twice"):
+        program.plan(lambda x, y: x, (x, x), {}, [x, x], CPU)
 
 
 def test_stand_ins_have_the_alignment_of_their_tensors():
