@@ -22,24 +22,68 @@ from triton.language.extra.cuda import gdc_wait
 from envoi.epilogues.device import INTERPRETED, in_order
 from envoi.ops.indexer import room as words
 from envoi.ops.indexer.kernel_scores import INTEGERS, NUM_GROUPS, PAGE, level_of, ordered, visible
-from envoi.ops.indexer.room import add, fetch_add, get, put, take
+from envoi.ops.indexer.room import add, fetch_add, get, put
 
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
 PAGES: tl.constexpr = tl.constexpr(2048)  # pages of the table that are checked at a time
+LANES: tl.constexpr = tl.constexpr(32)
 BINS: tl.constexpr = tl.constexpr(2048)
+BIN_ROWS: tl.constexpr = tl.constexpr(32)
 MOST_GROUPS: tl.constexpr = tl.constexpr(2560)
-MOST: tl.constexpr = tl.constexpr(3584)
-# Shared memory by word: counts of digits; digit found, how many are better, length of a list; groups; list.
-FOUND: tl.constexpr = tl.constexpr(2048)
-BETTER: tl.constexpr = tl.constexpr(2049)
-LENGTH: tl.constexpr = tl.constexpr(2050)
-GROUPS_AT: tl.constexpr = tl.constexpr(2064)
-KEYS_AT: tl.constexpr = tl.constexpr(4624)
-POSITIONS_AT: tl.constexpr = tl.constexpr(8208)
+MOST: tl.constexpr = tl.constexpr(3392)
+# Shared memory by word: two sets of bins, of which one is in use; sums of their rows; groups (over the second set of
+# bins, which isn't in use meanwhile); bits of rows; a list's keys and positions.
+GROUPS_AT: tl.constexpr = tl.constexpr(2048)
+SUMS: tl.constexpr = tl.constexpr(4608)
+LENGTH: tl.constexpr = tl.constexpr(4672)
+COUNTS: tl.constexpr = tl.constexpr(4704)
+BEFORE: tl.constexpr = tl.constexpr(4960)
+KEYS_AT: tl.constexpr = tl.constexpr(5216)
+POSITIONS_AT: tl.constexpr = tl.constexpr(8608)
 FULL_BIN: tl.constexpr = tl.constexpr(48)  # chosen in a bin from which on a sort is faster
 LARGEST: tl.constexpr = tl.constexpr(3.4e38)
 SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
+
+
+@triton.jit
+def popcount(x):
+    """Count the bits that are set in int32."""
+    if INTERPRETED:
+        x = x.to(tl.uint32, bitcast=True)
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def grid(ROWS: tl.constexpr):
+    """Return 0 .. ROWS * LANES - 1 as [ROWS, LANES]."""
+    return tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def seats(room, flags):
+    """Return how many flags [ROWS, LANES] are set before each, in order; their number -> the word LENGTH.
+
+    A row's flags are the bits of a word: two counts of bits where a scan takes five shuffles an element. Words pass
+    from one layout to the other through shared memory.
+    """
+    ROWS: tl.constexpr = flags.shape[0]
+    lanes = tl.arange(0, LANES)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
+    word = tl.xor_sum(flags.to(tl.int32) << lanes, 1)[:, None]
+    put(room, COUNTS + rows, popcount(word), rows >= 0)
+    tl.debug_barrier()
+    rows_ = tl.arange(0, ROWS)
+    counts = get(room, COUNTS + rows_)
+    upto = tl.cumsum(counts, 0)
+    put(room, BEFORE + rows_, upto - counts, upto >= 0)
+    put(room, rows_ * 0 + LENGTH, upto, rows_ == ROWS - 1)
+    tl.debug_barrier()
+    return get(room, BEFORE + rows) + popcount(word & ((1 << lanes) - 1))
 
 
 @triton.jit
@@ -56,17 +100,40 @@ def float_of(r):
 
 
 @triton.jit
-def find(room, wanted):
-    """Return the bin of the wanted-th best that was counted, and how many are in better ones. Clears the bins."""
+def sums_of_rows(room, base):
+    """Store the sums of rows of bins, after a barrier, and clear the other set of bins. base: of the set."""
+    rows = tl.arange(0, BIN_ROWS)[:, None]
+    cells = rows * (BINS // BIN_ROWS) + tl.arange(0, LANES)[None, :]
     tl.debug_barrier()
-    ids = tl.arange(0, BINS)
-    counts = take(room, ids)
+    sums = tl.sum(get(room, base + cells) + get(room, base + cells + LANES), 1)[:, None]
+    put(room, SUMS + rows, sums, sums >= 0)
+    put(room, BINS - base + cells, cells * 0, cells >= 0)
+    put(room, BINS - base + cells + LANES, cells * 0, cells >= 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def find(room, base, wanted):
+    """Return the bin of the wanted-th best, how many are in better bins, and how many are in it.
+
+    Each warp does all of it, by itself: the row of bins from the rows' sums, then the bin.
+    """
+    sums_of_rows(room, base)
+    lanes = tl.arange(0, LANES)
+    counts = get(room, SUMS + lanes)
     upto = tl.cumsum(counts, 0)
     here = (upto >= wanted) & (upto - counts < wanted)
-    put(room, ids * 0 + FOUND, ids, here)
-    put(room, ids * 0 + BETTER, upto - counts, here)
-    tl.debug_barrier()
-    return get(room, wanted * 0 + FOUND), get(room, wanted * 0 + BETTER)
+    row = tl.sum(tl.where(here, lanes, 0), 0)
+    pair = row * (BINS // BIN_ROWS) + 2 * lanes
+    even = get(room, base + pair)
+    odd = get(room, base + pair + 1)
+    upto = tl.sum(tl.where(here, upto - counts, 0), 0) + tl.cumsum(even + odd, 0)
+    middle = upto - odd
+    in_even = (middle >= wanted) & (middle - even < wanted)
+    in_odd = (upto >= wanted) & (middle < wanted)
+    found = tl.sum(tl.where(in_even, pair, tl.where(in_odd, pair + 1, 0)), 0)
+    better = tl.sum(tl.where(in_even, middle - even, tl.where(in_odd, middle, 0)), 0)
+    return found, better, tl.sum(tl.where(in_even, even, tl.where(in_odd, odd, 0)), 0)
 
 
 @triton.jit
@@ -82,68 +149,71 @@ def span_of(nth):
 
 
 @triton.jit
-def count(room, r, valid, low, nth):
+def count(room, base, r, valid, low, nth):
     """Count the nth digit of those r that begin with the digits of low."""
-    add(room, ((r - low) >> shift_of(nth)).to(tl.int32), valid & ((r - low) <= span_of(nth)))
+    add(room, base + ((r - low) >> shift_of(nth)).to(tl.int32), valid & ((r - low) <= span_of(nth)))
 
 
 @triton.jit
 def kth(room, r, valid, wanted, DIGITS: tl.constexpr):
-    """Return the wanted-th least r, its first DIGITS digits and zeros, and the number of wanted that have these."""
+    """Return the wanted-th least r, its first DIGITS digits and zeros; how many of those with these are wanted; all.
+
+    The first set of bins is clear, before and, if DIGITS is 2, afterwards; if it is 3, the second is.
+    """
     low = tl.zeros((), tl.uint32)
+    inside = wanted
     for nth in range(DIGITS):
-        count(room, r, valid, low, nth)
-        digit, better = find(room, wanted)
+        base = (nth & 1) * BINS
+        count(room, base, r, valid, low, nth)
+        digit, better, inside = find(room, base, wanted)
         wanted -= better
         low += digit.to(tl.uint32) << shift_of(nth)
-    return low, wanted
-
-
-@triton.jit
-def load_members(room, logits, first, num, level, n, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
-    """Load scores of the listed groups' tokens: positions, whether there is one, radix."""
-    members = first + tl.arange(0, CHUNK)
-    inside = members < (num << level)
-    group = get(room, GROUPS_AT + tl.where(inside, members >> level, 0))
-    position = (group << level) + (members & ((1 << level) - 1))
-    inside = inside & (position < n)
-    scores = tl.load(logits + position, mask=inside, other=0.0)
-    return position, inside, scores
+    return low, wanted, inside
 
 
 @triton.jit
 def list_groups(room, groups, n, level, K: tl.constexpr):
     """List the groups that reach the k-th best group, in order; return the bound, and how many they are."""
-    ids = tl.arange(0, NUM_GROUPS)
+    ids = grid(NUM_GROUPS // LANES)
     valid = ids < tl.cdiv(n, 1 << level)
     r = radix_of(tl.load(groups + ids, mask=valid, other=0))
-    low, _ = kth(room, r, valid, tl.zeros((), tl.int32) + K, 2)
+    low, _, _ = kth(room, r, valid, n * 0 + K, 2)
     bound = low | 0x3FF
     reach = valid & (r <= bound)
-    upto = tl.cumsum(reach.to(tl.int32), 0)
-    put(room, GROUPS_AT + upto - 1, ids, reach & (upto <= MOST_GROUPS))
-    put(room, ids * 0 + LENGTH, upto, ids == NUM_GROUPS - 1)
+    seat = seats(room, reach)
+    put(room, GROUPS_AT + seat, ids, reach & (seat < MOST_GROUPS))
     tl.debug_barrier()
     return bound, get(room, n * 0 + LENGTH)
+
+
+@triton.jit
+def member(room, first, num, level, n, CHUNK: tl.constexpr):
+    """Return positions of the listed groups' tokens, and whether there is one."""
+    members = first + grid(CHUNK // LANES)
+    inside = members < (num << level)
+    group = get(room, GROUPS_AT + tl.where(inside, members >> level, 0))
+    position = (group << level) + (members & ((1 << level) - 1))
+    return position, inside & (position < n)
 
 
 @triton.jit
 def list_members(room, logits, bound, num, level, n, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
     """List the radixes and positions of the listed groups' scores that reach the bound; return how many they are."""
     total = n * 0
-    position, inside, scores = load_members(room, logits, 0, num, level, n, NAN_FIRST, CHUNK)
+    position, inside = member(room, 0, num, level, n, CHUNK)
+    next_scores = tl.load(logits + position, mask=inside, other=0.0)
     for first in range(0, num << level, CHUNK):
-        next_position, next_inside, next_scores = load_members(
-            room, logits, first + CHUNK, num, level, n, NAN_FIRST, CHUNK
-        )
+        scores = next_scores
+        position, inside = member(room, first + CHUNK, num, level, n, CHUNK)
+        next_scores = tl.load(logits + position, mask=inside, other=0.0)
         r = radix_of(ordered(scores, NAN_FIRST))
+        position, inside = member(room, first, num, level, n, CHUNK)
         keep = inside & (r <= bound)
-        upto = total + tl.cumsum(keep.to(tl.int32), 0)
-        fits = keep & (upto <= MOST)
-        put(room, KEYS_AT + upto - 1, r, fits)
-        put(room, POSITIONS_AT + upto - 1, position, fits)
-        total = tl.max(upto, 0)
-        position, inside, scores = next_position, next_inside, next_scores
+        seat = total + seats(room, keep)
+        total += get(room, n * 0 + LENGTH)
+        fits = keep & (seat < MOST)
+        put(room, KEYS_AT + seat, r, fits)
+        put(room, POSITIONS_AT + seat, position, fits)
     tl.debug_barrier()
     return total
 
@@ -170,20 +240,24 @@ def emit(room, out, table, seat, r, position, mask, SLOTS: tl.constexpr, BY_SCOR
 
 @triton.jit
 def choose(
-    room, out, table, r, position, valid, above, equal, threshold, left, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr
-):
+    room, out, table, r, position, valid, above, equal, threshold, left, ties, SLOTS: tl.constexpr,
+    BY_SCORE: tl.constexpr,
+):  # fmt: skip
     """Emit those of r below the threshold, and the first `left` that equal it; positions must ascend.
 
-    above, equal: how many came before. Returns them with these.
+    above, equal: how many were chosen, and equal the threshold, before. Returns how many are, and do, here.
+    ties: more than `left` equal it.
     """
-    packed = (valid & (r < threshold)).to(tl.int32) + ((valid & (r == threshold)).to(tl.int32) << 16)
-    upto = tl.cumsum(packed, 0)
-    before = upto - packed
-    equals = equal + (before >> 16)
-    seat = above + (before & 0xFFFF) + tl.minimum(equals, left)
-    chosen = valid & ((r < threshold) | ((r == threshold) & (equals < left)))
+    same = valid & (r == threshold)
+    chosen = valid & (r <= threshold)
+    equals = above
+    if ties:
+        rank = seats(room, same)
+        chosen = chosen & ((r < threshold) | (equal + rank < left))
+        equals = get(room, above * 0 + LENGTH)
+    seat = above + seats(room, chosen)
     emit(room, out, table, seat, r, position, chosen, SLOTS, BY_SCORE)
-    return tl.sum(packed, 0)
+    return get(room, above * 0 + LENGTH), equals
 
 
 @triton.jit
@@ -194,27 +268,46 @@ def choose_from_memory(
     """Choose from a row of any length and any scores: each pass loads all of them."""
     low = tl.zeros((), tl.uint32)
     left = n * 0 + K
+    inside = left
     for nth in range(3):
+        base = (nth & 1) * BINS
         for first in range(0, n, CHUNK):
-            ids = first + tl.arange(0, CHUNK)
+            ids = first + grid(CHUNK // LANES)
             r = radix_of(ordered(tl.load(logits + ids, mask=ids < n, other=0.0), NAN_FIRST))
-            count(room, r, ids < n, low, nth)
-        digit, better = find(room, left)
+            count(room, base, r, ids < n, low, nth)
+        digit, better, inside = find(room, base, left)
         left -= better
         low += digit.to(tl.uint32) << shift_of(nth)
     above = n * 0
     equal = n * 0
     for first in range(0, n, CHUNK):
-        ids = first + tl.arange(0, CHUNK)
+        ids = first + grid(CHUNK // LANES)
         r = radix_of(ordered(tl.load(logits + ids, mask=ids < n, other=0.0), NAN_FIRST))
-        more = choose(room, out, table, r, ids, ids < n, above, equal, low, left, SLOTS, BY_SCORE)
-        above += more & 0xFFFF
-        equal += more >> 16
+        chosen, equals = choose(
+            room, out, table, r, ids, ids < n, above, equal, low, left, inside > left, SLOTS, BY_SCORE
+        )
+        above += chosen
+        equal += equals
+
+
+@triton.jit
+def begins_of_bins(room):
+    """Turn the counts of the second set of bins into the sums of those before each. Barriers before and after."""
+    cells = tl.arange(0, BIN_ROWS)[:, None] * (BINS // BIN_ROWS) + tl.arange(0, BINS // BIN_ROWS)[None, :]
+    sums_of_rows(room, BINS)
+    lanes = tl.arange(0, LANES)
+    sums = get(room, SUMS + lanes)
+    put(room, SUMS + LANES + lanes, tl.cumsum(sums, 0) - sums, sums >= 0)
+    tl.debug_barrier()
+    counts = get(room, BINS + cells)
+    before = get(room, SUMS + LANES + tl.arange(0, BIN_ROWS))
+    put(room, BINS + cells, before[:, None] + tl.cumsum(counts, 1) - counts, cells >= 0)
+    tl.debug_barrier()
 
 
 @triton.jit
 def put_best_first(room, out, table, num, SLOTS: tl.constexpr):
-    """Store the listed tokens, at most BINS, best first; they are listed by position.
+    """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
     Each is counted against those of its bin; bins of equal width between the least and the greatest score. If a bin has
     more than FULL_BIN, all are sorted instead.
@@ -227,25 +320,20 @@ def put_best_first(room, out, table, num, SLOTS: tl.constexpr):
     most = tl.max(tl.where(valid, x, -LARGEST), 0)
     least = tl.min(tl.where(valid, x, LARGEST), 0)
     below = (most - x) * ((BINS - 1) / tl.maximum(most - least, 1e-30))
-    bins = tl.where(valid, tl.minimum(tl.maximum(below, 0.0), BINS - 1.0).to(tl.int32), 0)
-    add(room, bins, valid)
-    tl.debug_barrier()
-    counts = get(room, ids)
-    tl.debug_barrier()
-    put(room, ids, tl.cumsum(counts, 0) - counts, ids >= 0)
-    tl.debug_barrier()
-    seat = fetch_add(room, bins, valid)  # afterwards a bin's word is its end
+    bins = tl.where(valid, tl.minimum(tl.maximum(below, 0.0), BINS - 1.0), 0.0).to(tl.int32)
+    add(room, BINS + bins, valid)
+    begins_of_bins(room)
+    seat = fetch_add(room, BINS + bins, valid)  # afterwards a bin's word is its end
     put(room, KEYS_AT + seat, r, valid)
     put(room, POSITIONS_AT + seat, ids, valid)
     tl.debug_barrier()
-    begin = tl.where(bins > 0, get(room, tl.maximum(bins - 1, 0)), 0)
-    end = tl.where(valid, get(room, bins), begin)
+    begin = tl.where(bins > 0, get(room, BINS + tl.maximum(bins - 1, 0)), 0)
+    end = tl.where(valid, get(room, BINS + bins), begin)
     fullest = tl.max(end - begin, 0)
     if fullest <= FULL_BIN:
         rank = begin
         for nth in range(0, fullest):
-            at = tl.minimum(begin + nth, end - 1)
-            at = tl.maximum(at, 0)
+            at = tl.maximum(tl.minimum(begin + nth, end - 1), 0)
             other = get(room, KEYS_AT + at).to(tl.uint32, bitcast=True)
             earlier = get(room, POSITIONS_AT + at) < ids
             ahead = (begin + nth < end) & ((other < r) | ((other == r) & earlier))
@@ -321,7 +409,7 @@ def choose_some(
     NAN_FIRST: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Choose K of a row's n tokens: by position into the output, or to be ordered into the list."""
-    ids = tl.arange(0, CHUNK)
+    ids = grid(CHUNK // LANES)
     fits = n <= CHUNK
     total = n
     if (n > CHUNK) & (n <= (NUM_GROUPS << LEVELS)):
@@ -339,9 +427,9 @@ def choose_some(
             at = tl.where(valid, ids, 0)
             r = get(room, KEYS_AT + at).to(tl.uint32, bitcast=True)
             position = get(room, POSITIONS_AT + at)
-        threshold, left = kth(room, r, valid, n * 0 + K, 3)
-        zero = n * 0
-        choose(room, out, table, r, position, valid, zero, zero, threshold, left, SLOTS, BY_SCORE)
+        threshold, left, inside = kth(room, r, valid, n * 0 + K, 3)
+        ties = inside > left
+        choose(room, out, table, r, position, valid, n * 0, n * 0, threshold, left, ties, SLOTS, BY_SCORE)
     else:
         choose_from_memory(room, out, table, logits, n, K, SLOTS, BY_SCORE, NAN_FIRST, CHUNK)
 
@@ -375,6 +463,7 @@ def select_kernel(
     n = tl.where(good, n, 0)
     bins = tl.arange(0, BINS)
     put(room, bins, bins * 0, bins >= 0)
+    put(room, BINS + bins, bins * 0, bins >= 0)
     tl.debug_barrier()
     if EARLY:
         gdc_wait()
