@@ -23,8 +23,8 @@ TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
-CHUNK = 8192  # scores that are selected from at a time
-SELECT_WARPS = 32
+CHUNKS = (4096, 8192)  # scores that are selected from at a time: the least that holds the longest row, or the last
+SELECT_WARPS = 8
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
 
@@ -175,11 +175,12 @@ def select_arguments(
 ) -> tuple[tuple[int], tuple, dict]:  # fmt: skip
     """Return grid, arguments and options of `select_kernel`."""
     levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
+    chunk = next((size for size in CHUNKS if p.max_length <= size), CHUNKS[-1])
     words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
     return (num_rows,), (
         space.logits, space.groups, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, CHUNK, early,
+        p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, early,
     ), {"num_warps": SELECT_WARPS} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 

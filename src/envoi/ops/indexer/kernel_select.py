@@ -22,26 +22,28 @@ from triton.language.extra.cuda import gdc_wait
 from envoi.epilogues.device import INTERPRETED, in_order
 from envoi.ops.indexer import room as words
 from envoi.ops.indexer.kernel_scores import INTEGERS, NUM_GROUPS, PAGE, level_of, ordered, visible
-from envoi.ops.indexer.room import add, fetch_add, get, put
+from envoi.ops.indexer.room import add, fetch_add, get, put, put2
 
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
 PAGES: tl.constexpr = tl.constexpr(2048)  # pages of the table that are checked at a time
 LANES: tl.constexpr = tl.constexpr(32)
 BINS: tl.constexpr = tl.constexpr(2048)
+BEHIND: tl.constexpr = tl.constexpr(0xFFFFFFFF)  # a radix that no score has
 BIN_ROWS: tl.constexpr = tl.constexpr(32)
 MOST_GROUPS: tl.constexpr = tl.constexpr(2560)
-MOST: tl.constexpr = tl.constexpr(3392)
-# Shared memory by word: two sets of bins, of which one is in use; sums of their rows; groups (over the second set of
-# bins, which isn't in use meanwhile); bits of rows; a list's keys and positions.
-GROUPS_AT: tl.constexpr = tl.constexpr(2048)
-SUMS: tl.constexpr = tl.constexpr(4608)
-LENGTH: tl.constexpr = tl.constexpr(4672)
-COUNTS: tl.constexpr = tl.constexpr(4704)
-BEFORE: tl.constexpr = tl.constexpr(4960)
-KEYS_AT: tl.constexpr = tl.constexpr(5216)
-POSITIONS_AT: tl.constexpr = tl.constexpr(8608)
-FULL_BIN: tl.constexpr = tl.constexpr(48)  # chosen in a bin from which on a sort is faster
+MOST: tl.constexpr = tl.constexpr(3072)
+LISTED: tl.constexpr = tl.constexpr(4096)
+# Shared memory by word: two sets of bins, of which one is in use, each with a word for what isn't counted; sums of rows
+# of bins; bits of rows; pairs of a list. Groups, and positions that are chosen, lie over the second set of bins.
+SECOND: tl.constexpr = tl.constexpr(2080)
+GROUPS_AT: tl.constexpr = tl.constexpr(2080)
+CHOSEN_AT: tl.constexpr = tl.constexpr(2080)
+SUMS: tl.constexpr = tl.constexpr(4640)
+LENGTH: tl.constexpr = tl.constexpr(4704)
+COUNTS: tl.constexpr = tl.constexpr(4736)
+BEFORE: tl.constexpr = tl.constexpr(4992)
+PAIRS_AT: tl.constexpr = tl.constexpr(2624)  # the word of this number is twice as far
 LARGEST: tl.constexpr = tl.constexpr(3.4e38)
 SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
 
@@ -65,25 +67,32 @@ def grid(ROWS: tl.constexpr):
 
 
 @triton.jit
+def before_rows(room, rows, counts):
+    """Return the sums [ROWS, 1] of the counts of rows before each; the sum of all -> the word LENGTH.
+
+    They pass from one layout to the other through shared memory.
+    """
+    put(room, COUNTS + rows, counts, rows >= 0)
+    tl.debug_barrier()
+    ids = tl.arange(0, rows.shape[0])
+    counts_ = get(room, COUNTS + ids)
+    upto = tl.cumsum(counts_, 0)
+    put(room, BEFORE + ids, upto - counts_, upto >= 0)
+    put(room, ids * 0 + LENGTH, upto, ids == rows.shape[0] - 1)
+    tl.debug_barrier()
+    return get(room, BEFORE + rows)
+
+
+@triton.jit
 def seats(room, flags):
     """Return how many flags [ROWS, LANES] are set before each, in order; their number -> the word LENGTH.
 
-    A row's flags are the bits of a word: two counts of bits where a scan takes five shuffles an element. Words pass
-    from one layout to the other through shared memory.
+    A row's flags are the bits of a word: two counts of bits where a scan takes five shuffles an element.
     """
-    ROWS: tl.constexpr = flags.shape[0]
     lanes = tl.arange(0, LANES)[None, :]
-    rows = tl.arange(0, ROWS)[:, None]
     word = tl.xor_sum(flags.to(tl.int32) << lanes, 1)[:, None]
-    put(room, COUNTS + rows, popcount(word), rows >= 0)
-    tl.debug_barrier()
-    rows_ = tl.arange(0, ROWS)
-    counts = get(room, COUNTS + rows_)
-    upto = tl.cumsum(counts, 0)
-    put(room, BEFORE + rows_, upto - counts, upto >= 0)
-    put(room, rows_ * 0 + LENGTH, upto, rows_ == ROWS - 1)
-    tl.debug_barrier()
-    return get(room, BEFORE + rows) + popcount(word & ((1 << lanes) - 1))
+    before = before_rows(room, tl.arange(0, flags.shape[0])[:, None], popcount(word))
+    return before + popcount(word & ((1 << lanes) - 1))
 
 
 @triton.jit
@@ -107,8 +116,8 @@ def sums_of_rows(room, base):
     tl.debug_barrier()
     sums = tl.sum(get(room, base + cells) + get(room, base + cells + LANES), 1)[:, None]
     put(room, SUMS + rows, sums, sums >= 0)
-    put(room, BINS - base + cells, cells * 0, cells >= 0)
-    put(room, BINS - base + cells + LANES, cells * 0, cells >= 0)
+    put(room, SECOND - base + cells, cells * 0, cells >= 0)
+    put(room, SECOND - base + cells + LANES, cells * 0, cells >= 0)
     tl.debug_barrier()
 
 
@@ -143,19 +152,14 @@ def shift_of(nth):
 
 
 @triton.jit
-def span_of(nth):
-    """Return the largest r - low, where low has r's first nth digits and zeros."""
-    return tl.where(nth == 0, -1, tl.where(nth == 1, 0x1FFFFF, 0x3FF)).to(tl.uint32, bitcast=True)
+def count(room, base, r, low, nth):
+    """Count the nth digit of those r that begin with the digits of low; others in the word behind the bins."""
+    digit = tl.minimum((r - low) >> shift_of(nth), BINS)
+    add(room, base + digit.to(tl.int32))
 
 
 @triton.jit
-def count(room, base, r, valid, low, nth):
-    """Count the nth digit of those r that begin with the digits of low."""
-    add(room, base + ((r - low) >> shift_of(nth)).to(tl.int32), valid & ((r - low) <= span_of(nth)))
-
-
-@triton.jit
-def kth(room, r, valid, wanted, DIGITS: tl.constexpr):
+def kth(room, r, wanted, DIGITS: tl.constexpr):
     """Return the wanted-th least r, its first DIGITS digits and zeros; how many of those with these are wanted; all.
 
     The first set of bins is clear, before and, if DIGITS is 2, afterwards; if it is 3, the second is.
@@ -163,8 +167,8 @@ def kth(room, r, valid, wanted, DIGITS: tl.constexpr):
     low = tl.zeros((), tl.uint32)
     inside = wanted
     for nth in range(DIGITS):
-        base = (nth & 1) * BINS
-        count(room, base, r, valid, low, nth)
+        base = (nth & 1) * SECOND
+        count(room, base, r, low, nth)
         digit, better, inside = find(room, base, wanted)
         wanted -= better
         low += digit.to(tl.uint32) << shift_of(nth)
@@ -175,45 +179,63 @@ def kth(room, r, valid, wanted, DIGITS: tl.constexpr):
 def list_groups(room, groups, n, level, K: tl.constexpr):
     """List the groups that reach the k-th best group, in order; return the bound, and how many they are."""
     ids = grid(NUM_GROUPS // LANES)
-    valid = ids < tl.cdiv(n, 1 << level)
-    r = radix_of(tl.load(groups + ids, mask=valid, other=0))
-    low, _, _ = kth(room, r, valid, n * 0 + K, 2)
+    num = tl.cdiv(n, 1 << level)
+    keys = tl.load(groups + ids, mask=ids // 4 < tl.cdiv(num, 4), other=0)
+    r = tl.where(ids < num, radix_of(keys), BEHIND)
+    low, _, _ = kth(room, r, n * 0 + K, 2)
     bound = low | 0x3FF
-    reach = valid & (r <= bound)
-    seat = seats(room, reach)
-    put(room, GROUPS_AT + seat, ids, reach & (seat < MOST_GROUPS))
+    seat = seats(room, r <= bound)
+    put(room, GROUPS_AT + seat, ids, (r <= bound) & (seat < MOST_GROUPS))
     tl.debug_barrier()
     return bound, get(room, n * 0 + LENGTH)
 
 
 @triton.jit
-def member(room, first, num, level, n, CHUNK: tl.constexpr):
-    """Return positions of the listed groups' tokens, and whether there is one."""
-    members = first + grid(CHUNK // LANES)
-    inside = members < (num << level)
+def member(room, first, num, level, PAIRS: tl.constexpr):
+    """Return positions of the even ones of the listed groups' tokens, from the first on; the length if there is none."""
+    members = first + 2 * grid(PAIRS // LANES)
+    inside = members < num
     group = get(room, GROUPS_AT + tl.where(inside, members >> level, 0))
-    position = (group << level) + (members & ((1 << level) - 1))
-    return position, inside & (position < n)
+    return tl.where(inside, (group << level) + (members & ((1 << level) - 1)), 0x7FFFFFFE)
+
+
+@triton.jit
+def reaches(x, bound, NAN_FIRST: tl.constexpr):
+    """Tell which scores reach a bound above -inf."""
+    if NAN_FIRST:
+        return (x < bound) == 0
+    else:
+        return x >= bound
 
 
 @triton.jit
 def list_members(room, logits, bound, num, level, n, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
     """List the radixes and positions of the listed groups' scores that reach the bound; return how many they are."""
+    PAIRS: tl.constexpr = CHUNK // 2
     total = n * 0
-    position, inside = member(room, 0, num, level, n, CHUNK)
-    next_scores = tl.load(logits + position, mask=inside, other=0.0)
-    for first in range(0, num << level, CHUNK):
-        scores = next_scores
-        position, inside = member(room, first + CHUNK, num, level, n, CHUNK)
-        next_scores = tl.load(logits + position, mask=inside, other=0.0)
-        r = radix_of(ordered(scores, NAN_FIRST))
-        position, inside = member(room, first, num, level, n, CHUNK)
-        keep = inside & (r <= bound)
-        seat = total + seats(room, keep)
+    num = num << level
+    position = member(room, 0, num, level, PAIRS)
+    next_even = tl.load(logits + position, mask=position < n, other=0.0)
+    next_odd = tl.load(logits + position + 1, mask=position + 1 < n, other=0.0)
+    lanes = tl.arange(0, LANES)[None, :]
+    rows = tl.arange(0, PAIRS // LANES)[:, None]
+    for first in range(0, num, CHUNK):
+        even = next_even
+        odd = next_odd
+        position = member(room, first + CHUNK, num, level, PAIRS)
+        next_even = tl.load(logits + position, mask=position < n, other=0.0)
+        next_odd = tl.load(logits + position + 1, mask=position + 1 < n, other=0.0)
+        position = member(room, first, num, level, PAIRS)
+        keep_even = reaches(even, bound, NAN_FIRST) & (position < n)
+        keep_odd = reaches(odd, bound, NAN_FIRST) & (position + 1 < n)
+        evens = tl.xor_sum(keep_even.to(tl.int32) << lanes, 1)[:, None]
+        odds = tl.xor_sum(keep_odd.to(tl.int32) << lanes, 1)[:, None]
+        before = total + before_rows(room, rows, popcount(evens) + popcount(odds))
         total += get(room, n * 0 + LENGTH)
-        fits = keep & (seat < MOST)
-        put(room, KEYS_AT + seat, r, fits)
-        put(room, POSITIONS_AT + seat, position, fits)
+        seat = before + popcount(evens & ((1 << lanes) - 1)) + popcount(odds & ((1 << lanes) - 1))
+        put2(room, PAIRS_AT + seat, even, position, keep_even & (seat < MOST))
+        seat += keep_even.to(tl.int32)
+        put2(room, PAIRS_AT + seat, odd, position + 1, keep_odd & (seat < MOST))
     tl.debug_barrier()
     return total
 
@@ -229,52 +251,51 @@ def slot_of(table, position, mask, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def emit(room, out, table, seat, r, position, mask, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr):
-    """Give chosen tokens their seats: in the output, or, if they are still to be ordered, in the list."""
+def emit(room, seat, r, position, mask, BY_SCORE: tl.constexpr):
+    """Give chosen tokens their seats in shared memory: in the list, to be ordered, or in that of positions."""
     if BY_SCORE:
-        put(room, KEYS_AT + seat, r, mask)
-        put(room, POSITIONS_AT + seat, position, mask)
+        put2(room, PAIRS_AT + seat, r, position, mask)
     else:
-        tl.store(out + seat, slot_of(table, position, mask, SLOTS), mask=mask)
+        put(room, CHOSEN_AT + seat, position, mask)
 
 
 @triton.jit
-def choose(
-    room, out, table, r, position, valid, above, equal, threshold, left, ties, SLOTS: tl.constexpr,
-    BY_SCORE: tl.constexpr,
-):  # fmt: skip
+def choose(room, r, position, above, equal, threshold, left, ties, BY_SCORE: tl.constexpr):
     """Emit those of r below the threshold, and the first `left` that equal it; positions must ascend.
 
     above, equal: how many were chosen, and equal the threshold, before. Returns how many are, and do, here.
     ties: more than `left` equal it.
     """
-    same = valid & (r == threshold)
-    chosen = valid & (r <= threshold)
+    chosen = r <= threshold
     equals = above
     if ties:
-        rank = seats(room, same)
+        rank = seats(room, r == threshold)
         chosen = chosen & ((r < threshold) | (equal + rank < left))
         equals = get(room, above * 0 + LENGTH)
     seat = above + seats(room, chosen)
-    emit(room, out, table, seat, r, position, chosen, SLOTS, BY_SCORE)
+    emit(room, seat, r, position, chosen, BY_SCORE)
     return get(room, above * 0 + LENGTH), equals
 
 
 @triton.jit
+def load_radix(logits, ids, n, NAN_FIRST: tl.constexpr):
+    """Load scores as radixes; behind all others from n on."""
+    scores = tl.load(logits + ids, mask=ids // 4 < tl.cdiv(n, 4), other=0.0)  # so that 16 bytes are loaded at a time
+    return tl.where(ids < n, radix_of(ordered(scores, NAN_FIRST)), BEHIND)
+
+
+@triton.jit
 def choose_from_memory(
-    room, out, table, logits, n, K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+    room, logits, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr
+):
     """Choose from a row of any length and any scores: each pass loads all of them."""
     low = tl.zeros((), tl.uint32)
     left = n * 0 + K
     inside = left
     for nth in range(3):
-        base = (nth & 1) * BINS
+        base = (nth & 1) * SECOND
         for first in range(0, n, CHUNK):
-            ids = first + grid(CHUNK // LANES)
-            r = radix_of(ordered(tl.load(logits + ids, mask=ids < n, other=0.0), NAN_FIRST))
-            count(room, base, r, ids < n, low, nth)
+            count(room, base, load_radix(logits, first + grid(CHUNK // LANES), n, NAN_FIRST), low, nth)
         digit, better, inside = find(room, base, left)
         left -= better
         low += digit.to(tl.uint32) << shift_of(nth)
@@ -282,10 +303,8 @@ def choose_from_memory(
     equal = n * 0
     for first in range(0, n, CHUNK):
         ids = first + grid(CHUNK // LANES)
-        r = radix_of(ordered(tl.load(logits + ids, mask=ids < n, other=0.0), NAN_FIRST))
-        chosen, equals = choose(
-            room, out, table, r, ids, ids < n, above, equal, low, left, inside > left, SLOTS, BY_SCORE
-        )
+        r = load_radix(logits, ids, n, NAN_FIRST)
+        chosen, equals = choose(room, r, ids, above, equal, low, left, inside > left, BY_SCORE)
         above += chosen
         equal += equals
 
@@ -294,14 +313,14 @@ def choose_from_memory(
 def begins_of_bins(room):
     """Turn the counts of the second set of bins into the sums of those before each. Barriers before and after."""
     cells = tl.arange(0, BIN_ROWS)[:, None] * (BINS // BIN_ROWS) + tl.arange(0, BINS // BIN_ROWS)[None, :]
-    sums_of_rows(room, BINS)
+    sums_of_rows(room, SECOND)
     lanes = tl.arange(0, LANES)
     sums = get(room, SUMS + lanes)
     put(room, SUMS + LANES + lanes, tl.cumsum(sums, 0) - sums, sums >= 0)
     tl.debug_barrier()
-    counts = get(room, BINS + cells)
-    before = get(room, SUMS + LANES + tl.arange(0, BIN_ROWS))
-    put(room, BINS + cells, before[:, None] + tl.cumsum(counts, 1) - counts, cells >= 0)
+    counts = get(room, SECOND + cells)
+    before = get(room, SUMS + LANES + tl.arange(0, BIN_ROWS)[:, None])
+    put(room, SECOND + cells, before + tl.cumsum(counts, 1) - counts, cells >= 0)
     tl.debug_barrier()
 
 
@@ -309,41 +328,35 @@ def begins_of_bins(room):
 def put_best_first(room, out, table, num, SLOTS: tl.constexpr):
     """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
-    Each is counted against those of its bin; bins of equal width between the least and the greatest score. If a bin has
-    more than FULL_BIN, all are sorted instead.
+    Each is counted against those of its bin; bins of equal width between the least and the greatest score. Equal scores
+    alone are in order.
     """
     ids = tl.arange(0, BINS)
     valid = ids < num
-    r = get(room, KEYS_AT + ids).to(tl.uint32, bitcast=True)
-    position = get(room, POSITIONS_AT + ids)
+    r = get(room, 2 * PAIRS_AT + 2 * ids).to(tl.uint32, bitcast=True)
+    position = get(room, 2 * PAIRS_AT + 2 * ids + 1)
     x = 0.5 * float_of(r)  # halves, since the difference of two may not fit float32
     most = tl.max(tl.where(valid, x, -LARGEST), 0)
     least = tl.min(tl.where(valid, x, LARGEST), 0)
     below = (most - x) * ((BINS - 1) / tl.maximum(most - least, 1e-30))
     bins = tl.where(valid, tl.minimum(tl.maximum(below, 0.0), BINS - 1.0), 0.0).to(tl.int32)
-    add(room, BINS + bins, valid)
+    bins = tl.where(most > least, bins, ids)
+    bins = tl.where(valid, bins, BINS)
+    add(room, SECOND + bins)
     begins_of_bins(room)
-    seat = fetch_add(room, BINS + bins, valid)  # afterwards a bin's word is its end
-    put(room, KEYS_AT + seat, r, valid)
-    put(room, POSITIONS_AT + seat, ids, valid)
+    seat = fetch_add(room, SECOND + bins, valid)  # afterwards a bin's word is its end
+    put2(room, PAIRS_AT + seat, r, ids, valid)
     tl.debug_barrier()
-    begin = tl.where(bins > 0, get(room, BINS + tl.maximum(bins - 1, 0)), 0)
-    end = tl.where(valid, get(room, BINS + bins), begin)
-    fullest = tl.max(end - begin, 0)
-    if fullest <= FULL_BIN:
-        rank = begin
-        for nth in range(0, fullest):
-            at = tl.maximum(tl.minimum(begin + nth, end - 1), 0)
-            other = get(room, KEYS_AT + at).to(tl.uint32, bitcast=True)
-            earlier = get(room, POSITIONS_AT + at) < ids
-            ahead = (begin + nth < end) & ((other < r) | ((other == r) & earlier))
-            rank += ahead.to(tl.int32)
-        tl.store(out + rank, slot_of(table, position, valid, SLOTS), mask=valid)
-    else:
-        packed = (r.to(tl.int64) << 29) | position.to(tl.int64)
-        packed = tl.sort(tl.where(valid, packed, 0x7FFFFFFFFFFFFFFF))
-        position = (packed & 0x1FFFFFFF).to(tl.int32)
-        tl.store(out + ids, slot_of(table, position, valid, SLOTS), mask=valid)
+    begin = tl.where(valid & (bins > 0), get(room, SECOND + tl.maximum(bins - 1, 0)), 0)
+    end = tl.where(valid, get(room, SECOND + bins), begin)
+    rank = begin
+    for nth in range(0, tl.max(end - begin, 0)):
+        at = 2 * PAIRS_AT + 2 * tl.maximum(tl.minimum(begin + nth, end - 1), 0)
+        other = get(room, at).to(tl.uint32, bitcast=True)
+        earlier = get(room, at + 1) < ids
+        ahead = (begin + nth < end) & ((other < r) | ((other == r) & earlier))
+        rank += ahead.to(tl.int32)
+    tl.store(out + rank, slot_of(table, position, valid, SLOTS), mask=valid)
 
 
 @triton.jit
@@ -391,47 +404,49 @@ def pages_are_good(table, n, num_pages):
 
 
 @triton.jit
-def choose_all(
-    room, out, table, logits, n, K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr
+def choose_at_once(room, r, position, zero, K: tl.constexpr, BY_SCORE: tl.constexpr):
+    """Choose K of those in registers."""
+    threshold, left, inside = kth(room, r, zero + K, 3)
+    choose(room, r, position, zero, zero, threshold, left, inside > left, BY_SCORE)
+
+
+@triton.jit
+def choose_from_groups(
+    room, logits, groups, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Emit all n tokens of a row, K at most, and store -1 behind them."""
-    ids = tl.arange(0, BINS)
-    tl.store(out + ids, -1, mask=(ids >= n) & (ids < K))
-    r = tl.zeros((BINS,), tl.uint32)
-    if BY_SCORE:
-        r = radix_of(ordered(tl.load(logits + ids, mask=ids < n, other=0.0), NAN_FIRST))
-    emit(room, out, table, ids, r, ids, ids < n, SLOTS, BY_SCORE)
+    """Choose K of a long row's n tokens; return False, and have chosen none, if more than the list holds may be."""
+    level = level_of(n)
+    bound, num = list_groups(room, groups, n, level, K)
+    bound_score = float_of(bound)
+    total = n
+    if (num <= MOST_GROUPS) & (bound_score > -LARGEST):
+        total = list_members(room, logits, bound_score, num, level, n, NAN_FIRST, CHUNK)
+    fits = total <= MOST
+    if fits:
+        ids = grid(LISTED // LANES)
+        at = 2 * PAIRS_AT + 2 * tl.where(ids < total, ids, 0)
+        x = get(room, at).to(tl.float32, bitcast=True)
+        position = get(room, at + 1)
+        r = tl.where(ids < total, radix_of(ordered(x, NAN_FIRST)), BEHIND)
+        choose_at_once(room, r, position, n * 0, K, BY_SCORE)
+    return fits
 
 
 @triton.jit
 def choose_some(
-    room, out, table, logits, groups, n, K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr,
-    NAN_FIRST: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
+    room, logits, groups, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Choose K of a row's n tokens: by position into the output, or to be ordered into the list."""
-    ids = grid(CHUNK // LANES)
-    fits = n <= CHUNK
-    total = n
-    if (n > CHUNK) & (n <= (NUM_GROUPS << LEVELS)):
-        level = level_of(n)
-        bound, num = list_groups(room, groups, n, level, K)
-        if num <= MOST_GROUPS:
-            total = list_members(room, logits, bound, num, level, n, NAN_FIRST, CHUNK)
-            fits = total <= MOST
-    if fits:
-        valid = ids < total
-        position = ids
-        if n <= CHUNK:
-            r = radix_of(ordered(tl.load(logits + ids, mask=valid, other=0.0), NAN_FIRST))
-        else:
-            at = tl.where(valid, ids, 0)
-            r = get(room, KEYS_AT + at).to(tl.uint32, bitcast=True)
-            position = get(room, POSITIONS_AT + at)
-        threshold, left, inside = kth(room, r, valid, n * 0 + K, 3)
-        ties = inside > left
-        choose(room, out, table, r, position, valid, n * 0, n * 0, threshold, left, ties, SLOTS, BY_SCORE)
+    """Choose K of a row's n tokens."""
+    if n <= CHUNK:
+        ids = grid(CHUNK // LANES)
+        choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
     else:
-        choose_from_memory(room, out, table, logits, n, K, SLOTS, BY_SCORE, NAN_FIRST, CHUNK)
+        done = n < 0
+        if n <= (NUM_GROUPS << LEVELS):
+            done = choose_from_groups(room, logits, groups, n, K, BY_SCORE, NAN_FIRST, CHUNK)
+        if done == 0:
+            choose_from_memory(room, logits, n, K, BY_SCORE, NAN_FIRST, CHUNK)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -456,24 +471,33 @@ def select_kernel(
     n = tl.maximum(seen, 0)
     table += (row // NEXT_N).to(tl.int64) * width
     out += row.to(tl.int64) * K
-    logits += own.to(tl.int64) * width * PAGE
+    logits += tl.multiple_of(own.to(tl.int64) * width * PAGE, PAGE)
     groups += own * NUM_GROUPS
     good = pages_are_good(table, n, num_pages)
     tl.store(errors + row, tl.where(seen < 0, BAD_LENGTH, tl.where(good, 0, BAD_PAGE)))
     n = tl.where(good, n, 0)
     bins = tl.arange(0, BINS)
     put(room, bins, bins * 0, bins >= 0)
-    put(room, BINS + bins, bins * 0, bins >= 0)
+    put(room, SECOND + bins, bins * 0, bins >= 0)
     tl.debug_barrier()
     if EARLY:
         gdc_wait()
-    if n <= K:
-        choose_all(room, out, table, logits, n, K, SLOTS, BY_SCORE, NAN_FIRST)
+    if n > K:
+        choose_some(room, logits, groups, n, K, BY_SCORE, NAN_FIRST, LEVELS, CHUNK)
+        tl.debug_barrier()
     else:
-        choose_some(room, out, table, logits, groups, n, K, SLOTS, BY_SCORE, NAN_FIRST, LEVELS, CHUNK)
+        tl.store(out + bins, -1, mask=(bins >= n) & (bins < K))
+        if BY_SCORE:
+            put2(room, PAIRS_AT + bins, load_radix(logits, bins, n, NAN_FIRST), bins, bins < n)
+            tl.debug_barrier()
     if BY_SCORE:
         if NAN_FIRST & (n <= SHORT):
             sort_as_torch(out, logits, n, table, SLOTS)
         else:
-            tl.debug_barrier()
             put_best_first(room, out, table, tl.minimum(n, K), SLOTS)
+    else:
+        ids = tl.arange(0, K)
+        position = ids
+        if n > K:
+            position = get(room, CHOSEN_AT + ids)
+        tl.store(out + ids, slot_of(table, position, ids < n, SLOTS), mask=ids < n)

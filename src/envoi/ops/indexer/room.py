@@ -3,7 +3,7 @@
 """Shared memory of a program, addressed word by word: Triton has neither indices into it nor atomics on it.
 
     declare(room)                     once, first in the kernel
-    put, get, take, add, fetch_add    by word; between what one thread puts and another gets, tl.debug_barrier()
+    put, put2, get, add, fetch_add    by word; between what one thread puts and another gets, tl.debug_barrier()
 
 The words belong to the kernel alone; they begin undefined. In the interpreter they are those of `room`, a tensor.
 `add` and `fetch_add` count every copy of an element: only for tensors with at least as many elements as threads.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from envoi.epilogues.device import INTERPRETED
 
-NUM_WORDS: tl.constexpr = tl.constexpr(12032)  # static shared memory ends at 48 KiB
+NUM_WORDS: tl.constexpr = tl.constexpr(11424)  # with what the compiler takes for itself, less than 48 KiB
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def declare():
     """Declare the words."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
-            ".shared .align 16 .b32 envoi_room[12032]; // $0", "=r", [], tl.int32, is_pure=False, pack=1
+            ".shared .align 16 .b32 envoi_room[11424]; // $0", "=r", [], tl.int32, is_pure=False, pack=1
         )
 
 
@@ -52,30 +52,28 @@ def get(room, index):
 
 
 @triton.jit
-def take(room, index):
-    """Load int32 words and set them to 0. A word belongs to one thread until the next barrier."""
+def put2(room, pair, x, y, mask):
+    """Store 32-bit values at words 2 * pair and 2 * pair + 1 where mask."""
     if INTERPRETED:
-        found = tl.load(room + index)
-        tl.store(room + index, found * 0)
-        return found
+        tl.store(room + 2 * pair, x.to(tl.int32, bitcast=True), mask=mask)
+        tl.store(room + 2 * pair + 1, y, mask=mask)
     else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, z; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a; mov.b32 z, 0;"
-            " ld.shared.b32 $0, [a]; st.shared.b32 [a], z; }",
-            "=r,r", [index], tl.int32, is_pure=False, pack=1,
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $4, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 8, a;"
+            " @p st.shared.v2.b32 [a], {$2, $3}; mov.b32 $0, 0; }",
+            "=r,r,r,r,r", [pair, x, y, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def add(room, index, mask):
-    """Add 1 to words where mask."""
+def add(room, index):
+    """Add 1 to words."""
     if INTERPRETED:
-        tl.atomic_add(room + index, 1, mask=mask)
+        tl.atomic_add(room + index, 1)
     else:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $2, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
-            " @p red.shared.add.u32 [a], 1; mov.b32 $0, 0; }",
-            "=r,r,r", [index, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+            "{ .reg .b32 a; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a; red.shared.add.u32 [a], 1; mov.b32 $0, 0; }",
+            "=r,r", [index], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
