@@ -31,19 +31,19 @@ LANES: tl.constexpr = tl.constexpr(32)
 BINS: tl.constexpr = tl.constexpr(2048)
 BEHIND: tl.constexpr = tl.constexpr(0xFFFFFFFF)  # a radix that no score has
 BIN_ROWS: tl.constexpr = tl.constexpr(32)
-MOST_GROUPS: tl.constexpr = tl.constexpr(2560)
-MOST: tl.constexpr = tl.constexpr(3072)
+MOST_GROUPS: tl.constexpr = tl.constexpr(2304)
+MOST: tl.constexpr = tl.constexpr(2944)
 LISTED: tl.constexpr = tl.constexpr(4096)
 # Shared memory by word: two sets of bins, of which one is in use, each with a word for what isn't counted; sums of rows
 # of bins; bits of rows; pairs of a list. Groups, and positions that are chosen, lie over the second set of bins.
 SECOND: tl.constexpr = tl.constexpr(2080)
 GROUPS_AT: tl.constexpr = tl.constexpr(2080)
 CHOSEN_AT: tl.constexpr = tl.constexpr(2080)
-SUMS: tl.constexpr = tl.constexpr(4640)
-LENGTH: tl.constexpr = tl.constexpr(4704)
-COUNTS: tl.constexpr = tl.constexpr(4736)
-BEFORE: tl.constexpr = tl.constexpr(4992)
-PAIRS_AT: tl.constexpr = tl.constexpr(2624)  # the word of this number is twice as far
+SUMS: tl.constexpr = tl.constexpr(4384)
+LENGTH: tl.constexpr = tl.constexpr(4448)
+COUNTS: tl.constexpr = tl.constexpr(4480)
+BEFORE: tl.constexpr = tl.constexpr(4736)
+PAIRS_AT: tl.constexpr = tl.constexpr(2496)  # the word of this number is twice as far
 LARGEST: tl.constexpr = tl.constexpr(3.4e38)
 SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
 
