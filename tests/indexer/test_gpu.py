@@ -114,7 +114,9 @@ def test_fast_10000_random_rows(seed):
                 assert not bool(wrong.any()), f"{int(wrong.sum())} rows, k {k}, {heads} heads, next_n {next_n}"
 
 
-@pytest.mark.parametrize("lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000), (1_000_000,)], ids=["long", "40", "302", "million"])
+@pytest.mark.parametrize(
+    "lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000), (1_000_000,)], ids=["long", "40", "302", "million"]
+)
 def test_fast_long_and_many(lengths):
     assert_sorted_own(on_gpu(one(lengths).tensors()))
 

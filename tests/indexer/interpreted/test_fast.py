@@ -61,9 +61,7 @@ def test_many_ties(order):
         assert_sorted_own(tensors)
     else:
         want = reference.best(scores(problem(tensors))[0, :5000], 512).sort().values
-        assert (
-            indexer_topk(*tensors, k=512, mode="fast", output="positions", order=order)[0].tolist() == want.tolist()
-        )
+        assert indexer_topk(*tensors, k=512, mode="fast", output="positions", order=order)[0].tolist() == want.tolist()
 
 
 def test_nan_and_infinity():

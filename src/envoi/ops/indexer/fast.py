@@ -122,9 +122,7 @@ def in_blocks(
         for first, num_rows in blocks(p):
             if p.max_length > order.least(p.k):
                 score(p, space, first, num_rows, order.least(p.k))
-            launch(
-                kernel_select.select_kernel, *select_arguments(p, space, first, num_rows, out, errors, order, early)
-            )
+            launch(kernel_select.select_kernel, *select_arguments(p, space, first, num_rows, out, errors, order, early))
     return out, errors
 
 
