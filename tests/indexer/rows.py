@@ -53,10 +53,7 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order) -> list[int]
 
 def best_of(row: torch.Tensor, k: int, order: fast.Order) -> torch.Tensor:
     """Return the positions of the k best: NaN counts as -inf, or, as torch does, is the best."""
-    if order.as_torch:
-        want = row.sort(descending=True, stable=True).indices[:k]
-    else:
-        want = reference.best(row, k)
+    want = row.sort(descending=True, stable=True).indices[:k] if order.as_torch else reference.best(row, k)
     return want if order.by_score else want.sort().values
 
 

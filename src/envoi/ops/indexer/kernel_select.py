@@ -19,160 +19,40 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from envoi.epilogues.device import INTERPRETED, in_order
+from envoi.epilogues.device import INTERPRETED
 from envoi.ops.indexer import room as words
+from envoi.ops.indexer.kernel_digits import (
+    BEHIND,
+    BINS,
+    LANES,
+    LARGEST,
+    LENGTH,
+    PAIRS_AT,
+    SECOND,
+    before_rows,
+    count,
+    find,
+    float_of,
+    grid,
+    kth,
+    load_radix,
+    popcount,
+    radix_of,
+    seats,
+    shift_of,
+)
+from envoi.ops.indexer.kernel_order import SHORT, put_best_first, slot_of, sort_as_torch
 from envoi.ops.indexer.kernel_scores import INTEGERS, NUM_GROUPS, PAGE, level_of, ordered, visible
-from envoi.ops.indexer.room import add, fetch_add, get, put, put2
+from envoi.ops.indexer.room import get, put, put2
 
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
 PAGES: tl.constexpr = tl.constexpr(2048)  # pages of the table that are checked at a time
-LANES: tl.constexpr = tl.constexpr(32)
-BINS: tl.constexpr = tl.constexpr(2048)
-BEHIND: tl.constexpr = tl.constexpr(0xFFFFFFFF)  # a radix that no score has
-BIN_ROWS: tl.constexpr = tl.constexpr(32)
 MOST_GROUPS: tl.constexpr = tl.constexpr(2304)
 MOST: tl.constexpr = tl.constexpr(2944)
 LISTED: tl.constexpr = tl.constexpr(4096)
-# Shared memory by word: two sets of bins, of which one is in use, each with a word for what isn't counted; sums of rows
-# of bins; bits of rows; pairs of a list. Groups, and positions that are chosen, lie over the second set of bins.
-SECOND: tl.constexpr = tl.constexpr(2080)
 GROUPS_AT: tl.constexpr = tl.constexpr(2080)
 CHOSEN_AT: tl.constexpr = tl.constexpr(2080)
-SUMS: tl.constexpr = tl.constexpr(4384)
-LENGTH: tl.constexpr = tl.constexpr(4448)
-COUNTS: tl.constexpr = tl.constexpr(4480)
-BEFORE: tl.constexpr = tl.constexpr(4736)
-PAIRS_AT: tl.constexpr = tl.constexpr(2496)  # the word of this number is twice as far
-LARGEST: tl.constexpr = tl.constexpr(3.4e38)
-SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
-
-
-@triton.jit
-def popcount(x):
-    """Count the bits that are set in int32."""
-    if INTERPRETED:
-        x = x.to(tl.uint32, bitcast=True)
-        x = x - ((x >> 1) & 0x55555555)
-        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-        return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
-    else:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def grid(ROWS: tl.constexpr):
-    """Return 0 .. ROWS * LANES - 1 as [ROWS, LANES]."""
-    return tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-
-
-@triton.jit
-def before_rows(room, rows, counts):
-    """Return the sums [ROWS, 1] of the counts of rows before each; the sum of all -> the word LENGTH.
-
-    They pass from one layout to the other through shared memory.
-    """
-    put(room, COUNTS + rows, counts, rows >= 0)
-    tl.debug_barrier()
-    ids = tl.arange(0, rows.shape[0])
-    counts_ = get(room, COUNTS + ids)
-    upto = tl.cumsum(counts_, 0)
-    put(room, BEFORE + ids, upto - counts_, upto >= 0)
-    put(room, ids * 0 + LENGTH, upto, ids == rows.shape[0] - 1)
-    tl.debug_barrier()
-    return get(room, BEFORE + rows)
-
-
-@triton.jit
-def seats(room, flags):
-    """Return how many flags [ROWS, LANES] are set before each, in order; their number -> the word LENGTH.
-
-    A row's flags are the bits of a word: two counts of bits where a scan takes five shuffles an element.
-    """
-    lanes = tl.arange(0, LANES)[None, :]
-    word = tl.xor_sum(flags.to(tl.int32) << lanes, 1)[:, None]
-    before = before_rows(room, tl.arange(0, flags.shape[0])[:, None], popcount(word))
-    return before + popcount(word & ((1 << lanes) - 1))
-
-
-@triton.jit
-def radix_of(key):
-    """Map keys, int32 in the order of scores, to uint32 in the opposite order."""
-    return (key ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def float_of(r):
-    """Return the score of a radix, at most LARGEST in magnitude; NaN, wherever it ranks, stays next to infinity."""
-    x = in_order(r.to(tl.int32, bitcast=True) ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    return tl.minimum(tl.maximum(tl.where(x == x, x, LARGEST), -LARGEST), LARGEST)
-
-
-@triton.jit
-def sums_of_rows(room, base):
-    """Store the sums of rows of bins, after a barrier, and clear the other set of bins. base: of the set."""
-    rows = tl.arange(0, BIN_ROWS)[:, None]
-    cells = rows * (BINS // BIN_ROWS) + tl.arange(0, LANES)[None, :]
-    tl.debug_barrier()
-    sums = tl.sum(get(room, base + cells) + get(room, base + cells + LANES), 1)[:, None]
-    put(room, SUMS + rows, sums, sums >= 0)
-    put(room, SECOND - base + cells, cells * 0, cells >= 0)
-    put(room, SECOND - base + cells + LANES, cells * 0, cells >= 0)
-    tl.debug_barrier()
-
-
-@triton.jit
-def find(room, base, wanted):
-    """Return the bin of the wanted-th best, how many are in better bins, and how many are in it.
-
-    Each warp does all of it, by itself: the row of bins from the rows' sums, then the bin.
-    """
-    sums_of_rows(room, base)
-    lanes = tl.arange(0, LANES)
-    counts = get(room, SUMS + lanes)
-    upto = tl.cumsum(counts, 0)
-    here = (upto >= wanted) & (upto - counts < wanted)
-    row = tl.sum(tl.where(here, lanes, 0), 0)
-    pair = row * (BINS // BIN_ROWS) + 2 * lanes
-    even = get(room, base + pair)
-    odd = get(room, base + pair + 1)
-    upto = tl.sum(tl.where(here, upto - counts, 0), 0) + tl.cumsum(even + odd, 0)
-    middle = upto - odd
-    in_even = (middle >= wanted) & (middle - even < wanted)
-    in_odd = (upto >= wanted) & (middle < wanted)
-    found = tl.sum(tl.where(in_even, pair, tl.where(in_odd, pair + 1, 0)), 0)
-    better = tl.sum(tl.where(in_even, middle - even, tl.where(in_odd, middle, 0)), 0)
-    return found, better, tl.sum(tl.where(in_even, even, tl.where(in_odd, odd, 0)), 0)
-
-
-@triton.jit
-def shift_of(nth):
-    """Return how many bits of r are behind its nth digit."""
-    return tl.where(nth == 0, 21, tl.where(nth == 1, 10, 0)).to(tl.uint32)
-
-
-@triton.jit
-def count(room, base, r, low, nth):
-    """Count the nth digit of those r that begin with the digits of low; others in the word behind the bins."""
-    digit = tl.minimum((r - low) >> shift_of(nth), BINS)
-    add(room, base + digit.to(tl.int32))
-
-
-@triton.jit
-def kth(room, r, wanted, DIGITS: tl.constexpr):
-    """Return the wanted-th least r, its first DIGITS digits and zeros; how many of those with these are wanted; all.
-
-    The first set of bins is clear, before and, if DIGITS is 2, afterwards; if it is 3, the second is.
-    """
-    low = tl.zeros((), tl.uint32)
-    inside = wanted
-    for nth in range(DIGITS):
-        base = (nth & 1) * SECOND
-        count(room, base, r, low, nth)
-        digit, better, inside = find(room, base, wanted)
-        wanted -= better
-        low += digit.to(tl.uint32) << shift_of(nth)
-    return low, wanted, inside
 
 
 @triton.jit
@@ -241,16 +121,6 @@ def list_members(room, logits, bound, num, level, n, NAN_FIRST: tl.constexpr, CH
 
 
 @triton.jit
-def slot_of(table, position, mask, SLOTS: tl.constexpr):
-    """Return the slots of positions, or, unless SLOTS, the positions."""
-    if SLOTS:
-        page = tl.load(table + position // PAGE, mask=mask, other=0)
-        return page * PAGE + position % PAGE
-    else:
-        return position
-
-
-@triton.jit
 def emit(room, seat, r, position, mask, BY_SCORE: tl.constexpr):
     """Give chosen tokens their seats in shared memory: in the list, to be ordered, or in that of positions."""
     if BY_SCORE:
@@ -278,13 +148,6 @@ def choose(room, r, position, above, equal, threshold, left, ties, BY_SCORE: tl.
 
 
 @triton.jit
-def load_radix(logits, ids, n, NAN_FIRST: tl.constexpr):
-    """Load scores as radixes; behind all others from n on."""
-    scores = tl.load(logits + ids, mask=ids // 4 < tl.cdiv(n, 4), other=0.0)  # so that 16 bytes are loaded at a time
-    return tl.where(ids < n, radix_of(ordered(scores, NAN_FIRST)), BEHIND)
-
-
-@triton.jit
 def choose_from_memory(
     room, logits, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -307,89 +170,6 @@ def choose_from_memory(
         chosen, equals = choose(room, r, ids, above, equal, low, left, inside > left, BY_SCORE)
         above += chosen
         equal += equals
-
-
-@triton.jit
-def begins_of_bins(room):
-    """Turn the counts of the second set of bins into the sums of those before each. Barriers before and after."""
-    cells = tl.arange(0, BIN_ROWS)[:, None] * (BINS // BIN_ROWS) + tl.arange(0, BINS // BIN_ROWS)[None, :]
-    sums_of_rows(room, SECOND)
-    lanes = tl.arange(0, LANES)
-    sums = get(room, SUMS + lanes)
-    put(room, SUMS + LANES + lanes, tl.cumsum(sums, 0) - sums, sums >= 0)
-    tl.debug_barrier()
-    counts = get(room, SECOND + cells)
-    before = get(room, SUMS + LANES + tl.arange(0, BIN_ROWS)[:, None])
-    put(room, SECOND + cells, before + tl.cumsum(counts, 1) - counts, cells >= 0)
-    tl.debug_barrier()
-
-
-@triton.jit
-def put_best_first(room, out, table, num, SLOTS: tl.constexpr):
-    """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
-
-    Each is counted against those of its bin; bins of equal width between the least and the greatest score. Equal scores
-    alone are in order.
-    """
-    ids = tl.arange(0, BINS)
-    valid = ids < num
-    r = get(room, 2 * PAIRS_AT + 2 * ids).to(tl.uint32, bitcast=True)
-    position = get(room, 2 * PAIRS_AT + 2 * ids + 1)
-    x = 0.5 * float_of(r)  # halves, since the difference of two may not fit float32
-    most = tl.max(tl.where(valid, x, -LARGEST), 0)
-    least = tl.min(tl.where(valid, x, LARGEST), 0)
-    below = (most - x) * ((BINS - 1) / tl.maximum(most - least, 1e-30))
-    bins = tl.where(valid, tl.minimum(tl.maximum(below, 0.0), BINS - 1.0), 0.0).to(tl.int32)
-    bins = tl.where(most > least, bins, ids)
-    bins = tl.where(valid, bins, BINS)
-    add(room, SECOND + bins)
-    begins_of_bins(room)
-    seat = fetch_add(room, SECOND + bins, valid)  # afterwards a bin's word is its end
-    put2(room, PAIRS_AT + seat, r, ids, valid)
-    tl.debug_barrier()
-    begin = tl.where(valid & (bins > 0), get(room, SECOND + tl.maximum(bins - 1, 0)), 0)
-    end = tl.where(valid, get(room, SECOND + bins), begin)
-    rank = begin
-    for nth in range(0, tl.max(end - begin, 0)):
-        at = 2 * PAIRS_AT + 2 * tl.maximum(tl.minimum(begin + nth, end - 1), 0)
-        other = get(room, at).to(tl.uint32, bitcast=True)
-        earlier = get(room, at + 1) < ids
-        ahead = (begin + nth < end) & ((other < r) | ((other == r) & earlier))
-        rank += ahead.to(tl.int32)
-    tl.store(out + rank, slot_of(table, position, valid, SLOTS), mask=valid)
-
-
-@triton.jit
-def exchange(x, n, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """Run a layer of the network: sort pairs STRIDE apart, descending where position & SIZE. Places from n on sink."""
-    ids = tl.arange(0, SHORT)
-    other = tl.gather(x, ids ^ STRIDE, 0)
-    low = tl.where((ids & STRIDE) == 0, x, other)
-    high = tl.where((ids & STRIDE) == 0, other, x)
-    sorted_ = (((low >> 6) > (high >> 6)) & ((low & 63) < n)) | ((high & 63) >= n)
-    return tl.where(sorted_ == ((ids & SIZE) != 0), other, x)
-
-
-@triton.jit
-def sort_as_torch(out, logits, n, table, SLOTS: tl.constexpr):
-    """Store a row of n tokens, at most SHORT, in torch's order: its network doesn't keep ties in order.
-
-    The network's input is the scores above the least, then those that equal it, each by position.
-    """
-    ids = tl.arange(0, SHORT)
-    keys = ordered(tl.load(logits + ids, mask=ids < n, other=0.0), True)
-    above = (ids < n) & (keys > tl.min(tl.where(ids < n, keys, 0x7FFFFFFF), 0))
-    least = (ids < n) & (above == 0)
-    entry = tl.cumsum(above.to(tl.int32), 0) - 1
-    entry = tl.where(least, tl.sum(above.to(tl.int32), 0) + tl.cumsum(least.to(tl.int32), 0) - 1, entry)
-    entry = tl.where(ids < n, entry, ids)
-    packed = (keys.to(tl.int64) << 6) | ids
-    x = tl.sum(tl.where(entry[:, None] == ids[None, :], packed[:, None], 0), 0)
-    for level in tl.static_range(1, 6):
-        for step in tl.static_range(level):
-            x = exchange(x, n, 1 << (level - 1 - step), (1 << level) % 32)
-    found = (x & 63).to(tl.int32)
-    tl.store(out + ids, slot_of(table, found, ids < n, SLOTS), mask=ids < n)
 
 
 @triton.jit

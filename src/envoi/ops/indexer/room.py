@@ -44,11 +44,10 @@ def get(room, index):
     """Load int32 words."""
     if INTERPRETED:
         return tl.load(room + index)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a; ld.shared.b32 $0, [a]; }",
-            "=r,r", [index], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a; ld.shared.b32 $0, [a]; }",
+        "=r,r", [index], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -82,9 +81,8 @@ def fetch_add(room, index, mask):
     """Add 1 to words where mask; return what each was before, 0 elsewhere."""
     if INTERPRETED:
         return tl.where(mask, tl.atomic_add(room + index, 1, mask=mask), 0)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 a, o; setp.ne.s32 p, $2, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
-            " mov.b32 o, 0; @p atom.shared.add.u32 o, [a], 1; mov.b32 $0, o; }",
-            "=r,r,r", [index, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a, o; setp.ne.s32 p, $2, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
+        " mov.b32 o, 0; @p atom.shared.add.u32 o, [a], 1; mov.b32 $0, o; }",
+        "=r,r,r", [index, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
