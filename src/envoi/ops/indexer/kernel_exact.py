@@ -113,8 +113,8 @@ def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
 def exact_kernel(
     q, cache, scales, weights, seq_lens, table, orders, scratch, logits, groups,
     first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr,
+    NEXT_N: tl.constexpr, H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Score rows as `scores_kernel` does, by exact roundings.
 

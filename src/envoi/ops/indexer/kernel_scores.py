@@ -58,7 +58,7 @@ def ordered(x, NAN_FIRST: tl.constexpr):
 
 @triton.jit
 def level_of(n):
-    """Return log2 of the tokens in a group, in a row of n tokens: as small as NUM_GROUPS allows; TOP_LEVEL + 1 at most."""
+    """Return log2 of the tokens in a group of a row of n: as small as NUM_GROUPS allows, TOP_LEVEL + 1 at most."""
     level = n * 0
     for i in tl.static_range(TOP_LEVEL + 1):
         level += (n > (NUM_GROUPS << i)).to(tl.int32)

@@ -72,7 +72,7 @@ def list_groups(room, groups, n, level, K: tl.constexpr):
 
 @triton.jit
 def member(room, first, num, level, PAIRS: tl.constexpr):
-    """Return positions of the even ones of the listed groups' tokens, from the first on; the length if there is none."""
+    """Return positions of the even ones of the listed groups' tokens, from the first on; behind all if there is none."""
     members = first + 2 * grid(PAIRS // LANES)
     inside = members < num
     group = get(room, GROUPS_AT + tl.where(inside, members >> level, 0))
