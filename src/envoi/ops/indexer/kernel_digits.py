@@ -125,13 +125,13 @@ def find(room, base, wanted):
 
 @triton.jit
 def shift_of(nth):
-    """Return how many bits of r are behind its nth digit."""
+    """Return how many bits of r follow its nth digit."""
     return tl.where(nth == 0, 21, tl.where(nth == 1, 10, 0)).to(tl.uint32)
 
 
 @triton.jit
 def count(room, base, r, low, nth):
-    """Count the nth digit of those r that begin with the digits of low; others in the word behind the bins."""
+    """Count the nth digit of those r that begin with the digits of low; others in the word after the bins."""
     digit = tl.minimum((r - low) >> shift_of(nth), BINS)
     add(room, base + digit.to(tl.int32))
 
@@ -155,6 +155,6 @@ def kth(room, r, wanted, DIGITS: tl.constexpr):
 
 @triton.jit
 def load_radix(logits, ids, n, NAN_FIRST: tl.constexpr):
-    """Load scores as radixes; behind all others from n on."""
+    """Load scores as radixes; from n on, larger than all others."""
     scores = tl.load(logits + ids, mask=ids // 4 < tl.cdiv(n, 4), other=0.0)  # so that 16 bytes are loaded at a time
     return tl.where(ids < n, radix_of(ordered(scores, NAN_FIRST)), BEHIND)

@@ -15,6 +15,8 @@ A scan gives every chosen token its place: the result is in the order of positio
 lower positions are chosen. Best first: the chosen are divided into bins by value, and counted within their bins.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -55,6 +57,14 @@ GROUPS_AT: tl.constexpr = tl.constexpr(2080)
 CHOSEN_AT: tl.constexpr = tl.constexpr(2080)
 
 
+class Threshold(NamedTuple):
+    """Bound of what is chosen: all better radixes, and the first `left` of those that equal it. ties: more do."""
+
+    radix: Any
+    left: Any
+    ties: Any
+
+
 @triton.jit
 def list_groups(room, groups, n, level, K: tl.constexpr):
     """List the groups that reach the k-th best group, in order; return the bound, and how many they are."""
@@ -72,7 +82,7 @@ def list_groups(room, groups, n, level, K: tl.constexpr):
 
 @triton.jit
 def member(room, first, num, level, PAIRS: tl.constexpr):
-    """Return positions of the even ones of the listed groups' tokens, from the first on; behind all if there is none."""
+    """Return positions of the even ones of the listed groups' tokens, from the first on; past all if there is none."""
     members = first + 2 * grid(PAIRS // LANES)
     inside = members < num
     group = get(room, GROUPS_AT + tl.where(inside, members >> level, 0))
@@ -130,17 +140,16 @@ def emit(room, seat, r, position, mask, BY_SCORE: tl.constexpr):
 
 
 @triton.jit
-def choose(room, r, position, above, equal, threshold, left, ties, BY_SCORE: tl.constexpr):
-    """Emit those of r below the threshold, and the first `left` that equal it; positions must ascend.
+def choose(room, r, position, above, equal, threshold, BY_SCORE: tl.constexpr):
+    """Emit those of r that a Threshold chooses; positions must ascend.
 
     above, equal: how many were chosen, and equal the threshold, before. Returns how many are, and do, here.
-    ties: more than `left` equal it.
     """
-    chosen = r <= threshold
+    chosen = r <= threshold.radix
     equals = above
-    if ties:
-        rank = seats(room, r == threshold)
-        chosen = chosen & ((r < threshold) | (equal + rank < left))
+    if threshold.ties:
+        rank = seats(room, r == threshold.radix)
+        chosen = chosen & ((r < threshold.radix) | (equal + rank < threshold.left))
         equals = get(room, above * 0 + LENGTH)
     seat = above + seats(room, chosen)
     emit(room, seat, r, position, chosen, BY_SCORE)
@@ -167,7 +176,7 @@ def choose_from_memory(
     for first in range(0, n, CHUNK):
         ids = first + grid(CHUNK // LANES)
         r = load_radix(logits, ids, n, NAN_FIRST)
-        chosen, equals = choose(room, r, ids, above, equal, low, left, inside > left, BY_SCORE)
+        chosen, equals = choose(room, r, ids, above, equal, Threshold(low, left, inside > left), BY_SCORE)
         above += chosen
         equal += equals
 
@@ -186,8 +195,8 @@ def pages_are_good(table, n, num_pages):
 @triton.jit
 def choose_at_once(room, r, position, zero, K: tl.constexpr, BY_SCORE: tl.constexpr):
     """Choose K of those in registers."""
-    threshold, left, inside = kth(room, r, zero + K, 3)
-    choose(room, r, position, zero, zero, threshold, left, inside > left, BY_SCORE)
+    radix, left, inside = kth(room, r, zero + K, 3)
+    choose(room, r, position, zero, zero, Threshold(radix, left, inside > left), BY_SCORE)
 
 
 @triton.jit
@@ -210,23 +219,6 @@ def choose_from_groups(
         r = tl.where(ids < total, radix_of(ordered(x, NAN_FIRST)), BEHIND)
         choose_at_once(room, r, position, n * 0, K, BY_SCORE)
     return fits
-
-
-@triton.jit
-def choose_some(
-    room, logits, groups, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, LEVELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Choose K of a row's n tokens."""
-    if n <= CHUNK:
-        ids = grid(CHUNK // LANES)
-        choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
-    else:
-        done = n < 0
-        if n <= (NUM_GROUPS << LEVELS):
-            done = choose_from_groups(room, logits, groups, n, K, BY_SCORE, NAN_FIRST, CHUNK)
-        if done == 0:
-            choose_from_memory(room, logits, n, K, BY_SCORE, NAN_FIRST, CHUNK)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -263,7 +255,15 @@ def select_kernel(
     if EARLY:
         gdc_wait()
     if n > K:
-        choose_some(room, logits, groups, n, K, BY_SCORE, NAN_FIRST, LEVELS, CHUNK)
+        if n <= CHUNK:
+            ids = grid(CHUNK // LANES)
+            choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
+        else:
+            done = n < 0
+            if n <= (NUM_GROUPS << LEVELS):
+                done = choose_from_groups(room, logits, groups, n, K, BY_SCORE, NAN_FIRST, CHUNK)
+            if done == 0:
+                choose_from_memory(room, logits, n, K, BY_SCORE, NAN_FIRST, CHUNK)
         tl.debug_barrier()
     else:
         tl.store(out + bins, -1, mask=(bins >= n) & (bins < K))
@@ -276,8 +276,8 @@ def select_kernel(
         else:
             put_best_first(room, out, table, tl.minimum(n, K), SLOTS)
     else:
-        ids = tl.arange(0, K)
-        position = ids
+        place = tl.arange(0, K)
+        position = place
         if n > K:
-            position = get(room, CHOSEN_AT + ids)
-        tl.store(out + ids, slot_of(table, position, ids < n, SLOTS), mask=ids < n)
+            position = get(room, CHOSEN_AT + place)
+        tl.store(out + place, slot_of(table, position, place < n, SLOTS), mask=place < n)
