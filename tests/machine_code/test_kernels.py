@@ -35,6 +35,8 @@ ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores"
 # Names of cases that are compiled, but that no GPU has run yet.
 NOT_RUN: frozenset[str] = frozenset({
     "w4a8-l1-16", "w4a8-l1-64", "w4a8-l1-128", "w4a8-l2-128", "w4a8-l1", "w4a8-l2", "w4a8-sent", "w4a8-l1-tables",
+    "indexer-scores-sm90", "indexer-exact", "indexer-select", "indexer-select-short", "indexer-select-best-first",
+    "indexer-select-portable", "indexer-select-as-torch",
 })  # fmt: skip
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.
 SPILLED = {
