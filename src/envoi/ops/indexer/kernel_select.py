@@ -83,10 +83,17 @@ def list_groups(room, groups, n, level, K: tl.constexpr):
 @triton.jit
 def member(room, first, num, level, PAIRS: tl.constexpr):
     """Return positions of the even ones of the listed groups' tokens, from the first on; past all if there is none."""
-    members = first + 2 * grid(PAIRS // LANES)
+    members = first + 2 * tl.arange(0, PAIRS)
     inside = members < num
     group = get(room, GROUPS_AT + tl.where(inside, members >> level, 0))
     return tl.where(inside, (group << level) + (members & ((1 << level) - 1)), 0x7FFFFFFE)
+
+
+@triton.jit
+def load_members(logits, position, n):
+    """Load scores of even positions and of those after each."""
+    even = tl.load(logits + position, mask=position < n, other=0.0)
+    return even, tl.load(logits + position + 1, mask=position + 1 < n, other=0.0)
 
 
 @triton.jit
@@ -100,22 +107,22 @@ def reaches(x, bound, NAN_FIRST: tl.constexpr):
 
 @triton.jit
 def list_members(room, logits, bound, num, level, n, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
-    """List the radixes and positions of the listed groups' scores that reach the bound; return how many they are."""
+    """List those of the listed groups' scores that reach the bound, with positions; return how many they are.
+
+    Scores are loaded as one dimension, so that neighbouring lanes load neighbouring scores.
+    """
     PAIRS: tl.constexpr = CHUNK // 2
+    ROWS: tl.constexpr = PAIRS // LANES
     total = n * 0
     num = num << level
-    position = member(room, 0, num, level, PAIRS)
-    next_even = tl.load(logits + position, mask=position < n, other=0.0)
-    next_odd = tl.load(logits + position + 1, mask=position + 1 < n, other=0.0)
+    next_even, next_odd = load_members(logits, member(room, 0, num, level, PAIRS), n)
     lanes = tl.arange(0, LANES)[None, :]
-    rows = tl.arange(0, PAIRS // LANES)[:, None]
+    rows = tl.arange(0, ROWS)[:, None]
     for first in range(0, num, CHUNK):
-        even = next_even
-        odd = next_odd
-        position = member(room, first + CHUNK, num, level, PAIRS)
-        next_even = tl.load(logits + position, mask=position < n, other=0.0)
-        next_odd = tl.load(logits + position + 1, mask=position + 1 < n, other=0.0)
-        position = member(room, first, num, level, PAIRS)
+        even = tl.reshape(next_even, (ROWS, LANES))
+        odd = tl.reshape(next_odd, (ROWS, LANES))
+        next_even, next_odd = load_members(logits, member(room, first + CHUNK, num, level, PAIRS), n)
+        position = tl.reshape(member(room, first, num, level, PAIRS), (ROWS, LANES))
         keep_even = reaches(even, bound, NAN_FIRST) & (position < n)
         keep_odd = reaches(odd, bound, NAN_FIRST) & (position + 1 < n)
         evens = tl.xor_sum(keep_even.to(tl.int32) << lanes, 1)[:, None]
