@@ -39,7 +39,8 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order) -> list[int]
     cache = torch.empty(width + 3, 64, 1, 132, dtype=torch.int8, device=device)
     p = fast.Problem(torch.empty(len(rows), 64, 128, device=device), cache, logits, seq_lens, table, k, 1)
     out, errors = (torch.full(n, -7, dtype=torch.int32, device=device) for n in ((len(rows), k), (len(rows),)))
-    arguments = fast.select_arguments(p, fast.Workspace(logits, groups), 0, len(rows), out, errors, order, False)
+    lists = torch.empty(len(rows), fast.num_parts(p) * (2 * fast.MOST + 1), dtype=torch.int32, device=device)
+    arguments = fast.select_arguments(p, fast.Workspace(logits, groups, lists), 0, len(rows), out, errors, order, False)
     launch(kernel_select.select_kernel, *arguments)
     found = []
     for own, row in enumerate(rows):

@@ -30,7 +30,7 @@ OUT, ERRORS = without_memory((1, K), INT32), without_memory((1,), INT32)
 ORDERS = without_memory((certificate.NUM_ORDERS + 4,), INT32)
 
 
-def select(p: fast.Problem, order: fast.Order, early: bool) -> tuple[tuple[int], tuple, dict]:
+def select(p: fast.Problem, order: fast.Order, early: bool) -> tuple[tuple[int, int], tuple, dict]:
     """Return grid, arguments and options of the selection."""
     return fast.select_arguments(p, fast.workspace(p), 0, 1, OUT, ERRORS, order, early)
 

@@ -8,6 +8,7 @@ import torch
 from envoi import env
 from envoi.ops.indexer import kernel_scores, kernel_select, room
 from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE
+from envoi.runtime import workspace as workspace_of
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.launch import launch
 from envoi.runtime.math import next_power_of_2
@@ -16,6 +17,7 @@ from envoi.runtime.tma import descriptor, unswizzled_descriptor
 WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # most rows of a launch: a program finds its tiles in a sum over all of them
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
+MOST = kernel_select.MOST.value
 NUM_GROUPS, TOP_LEVEL = kernel_scores.NUM_GROUPS.value, kernel_scores.TOP_LEVEL.value
 
 # As measured: notes/2026-11-indexer.md.
@@ -25,6 +27,7 @@ HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
 CHUNKS = (4096, 8192)  # scores that are selected from at a time: the least that holds the longest row, or the last
 SELECT_WARPS = 8
+PARTS = 4  # programs that select from a long row
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
 
@@ -73,16 +76,23 @@ class Order:
 class Workspace:
     """Scratch memory for the rows that are processed at a time, written anew for each block of rows.
 
-    logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours.
+    logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
+    lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
     """
 
     logits: torch.Tensor
     groups: torch.Tensor
+    lists: torch.Tensor
+
+
+def num_parts(p: Problem) -> int:
+    """Return the number of programs that select from a long row; 1 if no row is long."""
+    return PARTS if p.max_length > CHUNKS[-1] else 1
 
 
 def rows_at_once(p: Problem) -> int:
     """Return the number of rows whose workspace fits into WORKSPACE_BYTES, at least one."""
-    each = 4 * p.max_length + 4 * NUM_GROUPS
+    each = 4 * (p.max_length + NUM_GROUPS + num_parts(p) * (2 * MOST + 1))
     return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
 
 
@@ -92,6 +102,7 @@ def workspace(p: Problem) -> Workspace:
     return Workspace(
         torch.empty(rows, p.max_length, dtype=torch.float32, device=device),
         torch.empty(rows, NUM_GROUPS, dtype=torch.int32, device=device),
+        torch.empty(rows, num_parts(p) * (2 * MOST + 1), dtype=torch.int32, device=device),
     )
 
 
@@ -170,15 +181,17 @@ def scores_arguments(
 def select_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order,
     early: bool,
-) -> tuple[tuple[int], tuple, dict]:  # fmt: skip
+) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """Return grid, arguments and options of `select_kernel`."""
     levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
     chunk = next((size for size in CHUNKS if p.max_length <= size), CHUNKS[-1])
-    words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
-    return (num_rows,), (
-        space.logits, space.groups, p.seq_lens, p.table, out, errors, words,
+    parts = num_parts(p)
+    counters = workspace_of.counters(num_rows, p.q.device)
+    words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
+    return (num_rows, parts), (
+        space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, early,
+        p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
     ), {"num_warps": SELECT_WARPS} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 

@@ -65,6 +65,22 @@ class Threshold(NamedTuple):
     ties: Any
 
 
+class Row(NamedTuple):
+    """Row: pointers to its scores and to the best keys of its groups; n tokens."""
+
+    logits: Any
+    groups: Any
+    n: Any
+
+
+class Parts(NamedTuple):
+    """Share of a row's program: pointers to the lists of all, and to the counter of those done; this one's number."""
+
+    lists: Any
+    counter: Any
+    part: Any
+
+
 @triton.jit
 def list_groups(room, groups, n, level, K: tl.constexpr):
     """List the groups that reach the k-th best group, in order; return the bound, and how many they are."""
@@ -90,10 +106,10 @@ def member(room, first, num, level, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_members(logits, position, n):
-    """Load scores of even positions and of those after each."""
-    even = tl.load(logits + position, mask=position < n, other=0.0)
-    return even, tl.load(logits + position + 1, mask=position + 1 < n, other=0.0)
+def load_members(row, position):
+    """Load a row's scores at even positions, and those after each."""
+    even = tl.load(row.logits + position, mask=position < row.n, other=0.0)
+    return even, tl.load(row.logits + position + 1, mask=position + 1 < row.n, other=0.0)
 
 
 @triton.jit
@@ -106,29 +122,30 @@ def reaches(x, bound, NAN_FIRST: tl.constexpr):
 
 
 @triton.jit
-def list_members(room, logits, bound, num, level, n, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
-    """List those of the listed groups' scores that reach the bound, with positions; return how many they are.
+def list_members(room, row, bound, begin, end, level, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
+    """List those scores of the groups begin to end - 1 that reach the bound, with positions; return how many they are.
 
     Scores are loaded as one dimension, so that neighbouring lanes load neighbouring scores.
     """
     PAIRS: tl.constexpr = CHUNK // 2
     ROWS: tl.constexpr = PAIRS // LANES
-    total = n * 0
-    num = num << level
-    next_even, next_odd = load_members(logits, member(room, 0, num, level, PAIRS), n)
+    total = end * 0
+    end = end << level
+    begin = begin << level
+    next_even, next_odd = load_members(row, member(room, begin, end, level, PAIRS))
     lanes = tl.arange(0, LANES)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
-    for first in range(0, num, CHUNK):
+    for first in range(begin, end, CHUNK):
         even = tl.reshape(next_even, (ROWS, LANES))
         odd = tl.reshape(next_odd, (ROWS, LANES))
-        next_even, next_odd = load_members(logits, member(room, first + CHUNK, num, level, PAIRS), n)
-        position = tl.reshape(member(room, first, num, level, PAIRS), (ROWS, LANES))
-        keep_even = reaches(even, bound, NAN_FIRST) & (position < n)
-        keep_odd = reaches(odd, bound, NAN_FIRST) & (position + 1 < n)
+        next_even, next_odd = load_members(row, member(room, first + CHUNK, end, level, PAIRS))
+        position = tl.reshape(member(room, first, end, level, PAIRS), (ROWS, LANES))
+        keep_even = reaches(even, bound, NAN_FIRST) & (position < row.n)
+        keep_odd = reaches(odd, bound, NAN_FIRST) & (position + 1 < row.n)
         evens = tl.xor_sum(keep_even.to(tl.int32) << lanes, 1)[:, None]
         odds = tl.xor_sum(keep_odd.to(tl.int32) << lanes, 1)[:, None]
         before = total + before_rows(room, rows, popcount(evens) + popcount(odds))
-        total += get(room, n * 0 + LENGTH)
+        total += get(room, begin * 0 + LENGTH)
         seat = before + popcount(evens & ((1 << lanes) - 1)) + popcount(odds & ((1 << lanes) - 1))
         put2(room, PAIRS_AT + seat, even, position, keep_even & (seat < MOST))
         seat += keep_even.to(tl.int32)
@@ -207,45 +224,100 @@ def choose_at_once(room, r, position, zero, K: tl.constexpr, BY_SCORE: tl.conste
 
 
 @triton.jit
+def choose_listed(room, x, position, total, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr):
+    """Choose K of the first `total` of LISTED scores x."""
+    ids = grid(LISTED // LANES)
+    r = tl.where(ids < total, radix_of(ordered(x, NAN_FIRST)), BEHIND)
+    choose_at_once(room, r, position, total * 0, K, BY_SCORE)
+
+
+@triton.jit
+def hand_over(room, parts, total, PARTS: tl.constexpr):
+    """Store this part's list for the program of the row that comes last; tell whether this is it."""
+    ids = tl.arange(0, LISTED)
+    mine = parts.lists + parts.part * (2 * MOST)
+    at = 2 * PAIRS_AT + 2 * tl.where(ids < MOST, ids, 0)
+    tl.store(mine + ids, get(room, at), mask=ids < tl.minimum(total, MOST))
+    tl.store(mine + MOST + ids, get(room, at + 1), mask=ids < tl.minimum(total, MOST))
+    tl.store(parts.lists + PARTS * (2 * MOST) + parts.part, total)
+    tl.debug_barrier()
+    last = tl.atomic_add(parts.counter, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.store(parts.counter, 0)
+    return last
+
+
+@triton.jit
+def take_over(parts, PARTS: tl.constexpr):
+    """Load the lists of all parts, one after the other: scores, positions, how many they are."""
+    ids = grid(LISTED // LANES)
+    at = ids
+    total = parts.part * 0
+    for nth in tl.static_range(PARTS):
+        at = tl.where(ids >= total, nth * (2 * MOST) + ids - total, at)
+        total += tl.load(parts.lists + PARTS * (2 * MOST) + nth)
+    inside = ids < tl.minimum(total, MOST)
+    x = tl.load(parts.lists + at, mask=inside, other=0).to(tl.float32, bitcast=True)
+    return x, tl.load(parts.lists + MOST + at, mask=inside, other=0), total
+
+
+@triton.jit
 def choose_from_groups(
-    room, logits, groups, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Choose K of a long row's n tokens; return False, and have chosen none, if more than the list holds may be."""
-    level = level_of(n)
-    bound, num = list_groups(room, groups, n, level, K)
+    room, row, parts, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Choose K of a long row's tokens, each of its programs among its share of the groups, the last among what is left.
+
+    Returns whether this is the last program, and whether it has chosen: no, if more may be chosen than the list holds.
+    """
+    level = level_of(row.n)
+    bound, num = list_groups(room, row.groups, row.n, level, K)
     bound_score = float_of(bound)
-    total = n
+    share = tl.cdiv(num, PARTS)
+    total = row.n
     if (num <= MOST_GROUPS) & (bound_score > -LARGEST):
-        total = list_members(room, logits, bound_score, num, level, n, NAN_FIRST, CHUNK)
+        begin = tl.minimum(share * parts.part, num)
+        total = list_members(room, row, bound_score, begin, tl.minimum(begin + share, num), level, NAN_FIRST, CHUNK)
+    last = row.n > 0
     fits = total <= MOST
-    if fits:
-        ids = grid(LISTED // LANES)
-        at = 2 * PAIRS_AT + 2 * tl.where(ids < total, ids, 0)
-        x = get(room, at).to(tl.float32, bitcast=True)
-        position = get(room, at + 1)
-        r = tl.where(ids < total, radix_of(ordered(x, NAN_FIRST)), BEHIND)
-        choose_at_once(room, r, position, n * 0, K, BY_SCORE)
-    return fits
+    if PARTS > 1:
+        last = hand_over(room, parts, total, PARTS)
+        fits = row.n < 0
+        if last:
+            tl.debug_barrier()
+            x, position, total = take_over(parts, PARTS)
+            fits = total <= MOST
+            if fits:
+                choose_listed(room, x, position, total, K, BY_SCORE, NAN_FIRST)
+    else:
+        if fits:
+            ids = grid(LISTED // LANES)
+            at = 2 * PAIRS_AT + 2 * tl.where(ids < total, ids, 0)
+            x = get(room, at).to(tl.float32, bitcast=True)
+            choose_listed(room, x, get(room, at + 1), total, K, BY_SCORE, NAN_FIRST)
+    return last, fits
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def select_kernel(
-    logits, groups, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages,
+    logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages,
     NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
-    LEVELS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
 
     logits [rows, width * PAGE], groups [rows, NUM_GROUPS] int32: the best keys of groups of level_of(n), in rows longer
     than NUM_GROUPS, up to NUM_GROUPS << LEVELS. BY_SCORE: best first, else by position; then rows of up to K tokens
     need no logits. NAN_FIRST: as torch does; rows of up to SHORT tokens are in the order of its sort. EARLY: launched
-    before the scores' kernel ends.
+    before the scores' kernel ends. PARTS: programs of a long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each
+    part scores and positions, then all parts' lengths. counters [rows]: zero before and after.
     """
     words.declare()
     own = tl.program_id(0)
+    part = tl.program_id(1)
     row = first_row + own
     if INTERPRETED:
-        room += own * words.NUM_WORDS
+        room += (own * PARTS + part) * words.NUM_WORDS
     seen = visible(seq_lens, row, first_row + num_rows, NEXT_N, width)
     n = tl.maximum(seen, 0)
     table += (row // NEXT_N).to(tl.int64) * width
@@ -259,17 +331,24 @@ def select_kernel(
     put(room, bins, bins * 0, bins >= 0)
     put(room, SECOND + bins, bins * 0, bins >= 0)
     tl.debug_barrier()
+    is_long = (n > CHUNK) & (n <= (NUM_GROUPS << LEVELS))
+    if (part > 0) & (is_long == 0):
+        return
     if EARLY:
         gdc_wait()
+    last = part == 0
     if n > K:
         if n <= CHUNK:
             ids = grid(CHUNK // LANES)
             choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
         else:
             done = n < 0
-            if n <= (NUM_GROUPS << LEVELS):
-                done = choose_from_groups(room, logits, groups, n, K, BY_SCORE, NAN_FIRST, CHUNK)
-            if done == 0:
+            if is_long:
+                parts = Parts(lists + own * (PARTS * (2 * MOST + 1)), counters + own, part)
+                last, done = choose_from_groups(
+                    room, Row(logits, groups, n), parts, K, BY_SCORE, NAN_FIRST, CHUNK, PARTS
+                )
+            if last & (done == 0):
                 choose_from_memory(room, logits, n, K, BY_SCORE, NAN_FIRST, CHUNK)
         tl.debug_barrier()
     else:
@@ -277,6 +356,8 @@ def select_kernel(
         if BY_SCORE:
             put2(room, PAIRS_AT + bins, load_radix(logits, bins, n, NAN_FIRST), bins, bins < n)
             tl.debug_barrier()
+    if last == 0:
+        return
     if BY_SCORE:
         if NAN_FIRST & (n <= SHORT):
             sort_as_torch(out, logits, n, table, SLOTS)
