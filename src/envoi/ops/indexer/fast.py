@@ -20,13 +20,13 @@ MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
 MOST = kernel_select.MOST.value
 NUM_GROUPS, TOP_LEVEL = kernel_scores.NUM_GROUPS.value, kernel_scores.TOP_LEVEL.value
 
-# As measured: notes/2026-11-indexer.md.
+# As measured: notes/2026-11-indexer.md, notes/2026-11-indexer-select.md.
 TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
 CHUNKS = (4096, 8192)  # scores that are selected from at a time: the least that holds the longest row, or the last
-SELECT_WARPS = 8
+SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
 PARTS = 4  # programs that select from a long row
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
@@ -192,7 +192,7 @@ def select_arguments(
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0],
         p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
-    ), {"num_warps": SELECT_WARPS} | ({"launch_pdl": True} if early else {})  # fmt: skip
+    ), {"num_warps": ORDER_WARPS if order.by_score else SELECT_WARPS} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
 def _programs(p: Problem, num_rows: int) -> int:

@@ -17,7 +17,7 @@ from envoi.ops.indexer.kernel_digits import (
     sums_of_rows,
 )
 from envoi.ops.indexer.kernel_scores import PAGE, ordered
-from envoi.ops.indexer.room import add, fetch_add, get, put, put2
+from envoi.ops.indexer.room import add, fetch_add, get, get2, put, put2
 
 SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
 
@@ -48,21 +48,25 @@ def begins_of_bins(room):
 
 
 @triton.jit
-def put_best_first(room, out, table, num, SLOTS: tl.constexpr):
+def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
     """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
-    Each is counted against those of its bin; bins of equal width between the least and the greatest score. Equal scores
-    alone are in order.
+    Each is counted against those of its bin; bins of equal width between the least and the greatest score, or, if the
+    scores are a distribution's tail (steep), narrower near the least. Equal scores alone are in order.
     """
     ids = tl.arange(0, BINS)
     valid = ids < num
-    r = get(room, 2 * PAIRS_AT + 2 * ids).to(tl.uint32, bitcast=True)
-    position = get(room, 2 * PAIRS_AT + 2 * ids + 1)
+    r, position = get2(room, PAIRS_AT + ids)
+    r = r.to(tl.uint32, bitcast=True)
     x = 0.5 * float_of(r)  # halves, since the difference of two may not fit float32
     most = tl.max(tl.where(valid, x, -LARGEST), 0)
     least = tl.min(tl.where(valid, x, LARGEST), 0)
-    below = (most - x) * ((BINS - 1) / tl.maximum(most - least, 1e-30))
-    bins = tl.where(valid, tl.minimum(tl.maximum(below, 0.0), BINS - 1.0), 0.0).to(tl.int32)
+    below = (most - x) * (1.0 / tl.maximum(most - least, 1e-30))
+    below = tl.where(valid, tl.minimum(tl.maximum(below, 0.0), 1.0), 0.0)
+    if steep:
+        below = below * below
+        below = below * below
+    bins = tl.minimum((below * BINS).to(tl.int32), BINS - 1)
     bins = tl.where(most > least, bins, ids)
     bins = tl.where(valid, bins, BINS)
     add(room, SECOND + bins)
@@ -74,10 +78,9 @@ def put_best_first(room, out, table, num, SLOTS: tl.constexpr):
     end = tl.where(valid, get(room, SECOND + bins), begin)
     rank = begin
     for nth in range(tl.max(end - begin, 0)):
-        at = 2 * PAIRS_AT + 2 * tl.maximum(tl.minimum(begin + nth, end - 1), 0)
-        other = get(room, at).to(tl.uint32, bitcast=True)
-        earlier = get(room, at + 1) < ids
-        ahead = (begin + nth < end) & ((other < r) | ((other == r) & earlier))
+        other, other_id = get2(room, PAIRS_AT + tl.maximum(tl.minimum(begin + nth, end - 1), 0))
+        other = other.to(tl.uint32, bitcast=True)
+        ahead = (begin + nth < end) & ((other < r) | ((other == r) & (other_id < ids)))
         rank += ahead.to(tl.int32)
     tl.store(out + rank, slot_of(table, position, valid, SLOTS), mask=valid)
 

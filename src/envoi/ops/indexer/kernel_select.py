@@ -362,7 +362,7 @@ def select_kernel(
         if NAN_FIRST & (n <= SHORT):
             sort_as_torch(out, logits, n, table, SLOTS)
         else:
-            put_best_first(room, out, table, tl.minimum(n, K), SLOTS)
+            put_best_first(room, out, table, tl.minimum(n, K), n > K, SLOTS)
     else:
         place = tl.arange(0, K)
         position = place

@@ -3,7 +3,7 @@
 """Shared memory of a program, addressed word by word: Triton has neither indices into it nor atomics on it.
 
     declare(room)                     once, first in the kernel
-    put, put2, get, add, fetch_add    by word; between what one thread puts and another gets, tl.debug_barrier()
+    put, put2, get, get2, add, fetch_add    by word; between what one thread puts and another gets, tl.debug_barrier()
 
 The words belong to the kernel alone; they begin undefined. In the interpreter they are those of `room`, a tensor.
 `add` and `fetch_add` count every copy of an element: only for tensors with at least as many elements as threads.
@@ -61,6 +61,18 @@ def put2(room, pair, x, y, mask):
             "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $4, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 8, a;"
             " @p st.shared.v2.b32 [a], {$2, $3}; mov.b32 $0, 0; }",
             "=r,r,r,r,r", [pair, x, y, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def get2(room, pair):
+    """Load int32 words 2 * pair and 2 * pair + 1."""
+    if INTERPRETED:
+        return tl.load(room + 2 * pair), tl.load(room + 2 * pair + 1)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; mov.u32 a, envoi_room; mad.lo.s32 a, $2, 8, a; ld.shared.v2.b32 {$0, $1}, [a]; }",
+            "=r,=r,r", [pair], (tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
 
 
