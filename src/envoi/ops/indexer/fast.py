@@ -185,14 +185,14 @@ def select_arguments(
     """Return grid, arguments and options of `select_kernel`."""
     levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
     chunk = next((size for size in CHUNKS if p.max_length <= size), CHUNKS[-1])
-    parts = num_parts(p)
+    parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
     counters = workspace_of.counters(num_rows, p.q.device)
     words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
     return (num_rows, parts), (
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0],
         p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
-    ), {"num_warps": ORDER_WARPS if order.by_score else SELECT_WARPS} | ({"launch_pdl": True} if early else {})  # fmt: skip
+    ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
 def _programs(p: Problem, num_rows: int) -> int:

@@ -69,11 +69,10 @@ def get2(room, pair):
     """Load int32 words 2 * pair and 2 * pair + 1."""
     if INTERPRETED:
         return tl.load(room + 2 * pair), tl.load(room + 2 * pair + 1)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a; mov.u32 a, envoi_room; mad.lo.s32 a, $2, 8, a; ld.shared.v2.b32 {$0, $1}, [a]; }",
-            "=r,=r,r", [pair], (tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.u32 a, envoi_room; mad.lo.s32 a, $2, 8, a; ld.shared.v2.b32 {$0, $1}, [a]; }",
+        "=r,=r,r", [pair], (tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
