@@ -264,7 +264,7 @@ def mutations(given, out, errors, row, score):
     apart = score.mid[ranked[0]] - score.mid[ranked[-1]] > 2 * (score.err[ranked[0]] + score.err[ranked[-1]])
     if not apart:
         return found
-    if given.ordered:
+    if given.order == "score":
         swapped = out.clone()
         swapped[row, [0, want - 1]] = out[row, [want - 1, 0]]
         found["order"] = (swapped, errors)
