@@ -12,8 +12,11 @@ GROUPS = fast.NUM_GROUPS
 INF, NAN = float("inf"), float("nan")
 
 
-def groups_of(scores: torch.Tensor, nan_first: bool) -> torch.Tensor:
-    """Return the best key of each group of neighbours, as the kernels of the scores do; none for a short row."""
+def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tensor:
+    """Return the best key of each group of neighbours, as the kernels of the scores do.
+
+    Whole keys, none for a short row; or halves: int16, the upper halves of keys.
+    """
     level = 0
     while len(scores) > GROUPS << level:
         level += 1
@@ -21,7 +24,10 @@ def groups_of(scores: torch.Tensor, nan_first: bool) -> torch.Tensor:
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = keys.masked_fill(scores.isnan(), 0x7FFFFFFF if nan_first else -0x7F800001)
     keys = torch.cat([keys, keys.new_full((-len(keys) % (1 << level),), -(2**31))])
-    return keys.view(-1, 1 << level).amax(1) if 0 < level <= fast.TOP_LEVEL else keys[:0]
+    best = keys.view(-1, 1 << level).amax(1)
+    if halves:
+        return (best >> 16).to(torch.int16)
+    return best if 0 < level <= fast.TOP_LEVEL else best[:0]
 
 
 def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: bool = False) -> list[int]:
@@ -29,10 +35,11 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     device, lengths = rows[0].device, [len(row) for row in rows]
     width = max(1, -(-max(lengths) // 64))
     logits = torch.full((len(rows), width * 64), NAN, device=device)
-    groups = torch.full((len(rows), GROUPS), 0x7F7F7F7F, dtype=torch.int32, device=device)
+    kind = torch.int16 if candidates else torch.int32
+    groups = torch.full((len(rows), GROUPS), 0x7F7F, dtype=kind, device=device)
     for own, row in enumerate(rows):
         logits[own, : len(row)] = row
-        best = groups_of(row, order.as_torch)
+        best = groups_of(row, order.as_torch, candidates)
         groups[own, : len(best)] = best
     pages = torch.rand(len(rows), width + 3, generator=torch.Generator().manual_seed(1)).argsort(1)
     table = pages[:, :width].int().to(device)
@@ -40,7 +47,11 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     cache = torch.empty(width + 3, 64, 1, 132, dtype=torch.int8, device=device)
     p = fast.Problem(torch.empty(len(rows), 64, 128, device=device), cache, logits, seq_lens, table, k, 1)
     out, errors = (torch.full(n, -7, dtype=torch.int32, device=device) for n in ((len(rows), k), (len(rows),)))
-    space = replace(fast.workspace(p, candidates), logits=logits, groups=groups)
+    space = fast.workspace(p, candidates)
+    if len(space.logits) < len(rows):
+        half = len(rows) // 2
+        return wrong_rows(rows[:half], k, order, candidates) + wrong_rows(rows[half:], k, order, candidates)
+    space = replace(space, logits=logits, groups=groups)
     if candidates:
         assert space.counters is not None
         space.counters.zero_()

@@ -16,24 +16,23 @@ FP32, INT32 = torch.float32, torch.int32
 LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem(width: int, rows: int = 1) -> fast.Problem:
+def _problem(width: int) -> fast.Problem:
     return fast.Problem(
-        without_memory((rows, HEADS, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
-        without_memory((rows, HEADS), FP32), without_memory((rows,), INT32), without_memory((rows, width), INT32), K, 1,
+        without_memory((1, HEADS, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
+        without_memory((1, HEADS), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), K, 1,
     )  # fmt: skip
 
 
-def _fast(order: str, width: int = LONG, rows: int = 1) -> Any:
-    p = _problem(width, rows)
+def _fast(order: str, width: int = LONG) -> Any:
+    p = _problem(width)
     return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", order=order)
 
 
-def _exact(rows: int) -> Any:
+def _exact(width: int) -> Any:
     orders = without_memory((certificate.NUM_ORDERS + 4,), INT32)  # of a GPU that is certified
-    return exact.topk(_problem(LONG, rows), orders, fast.Order(slots=True, by_score=True))
+    return exact.topk(_problem(width), orders, fast.Order(slots=True, by_score=True))
 
 
-MANY = fast.FEW_ROWS_BY_SCORE + 1  # rows
 SET, BEST = partial(_fast, "position"), partial(_fast, "score")
 KERNELS = (
     case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
@@ -48,24 +47,28 @@ KERNELS = (
         "select_kernel",
     ),
     case_of(
-        "indexer-select-best-first", "the k best, best first", HOPPER, partial(_fast, "score", LONG, MANY),
+        "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER, partial(_fast, "position", 256),
+        "select_kernel",
+    ),
+    case_of(
+        "indexer-select-best-first", "the k best, best first", HOPPER, partial(_fast, "score", SHORT),
         "select_kernel",
     ),
     case_of(
         "indexer-select-portable", "the k best, best first, launched after the scores", EVERY_ARCH,
-        partial(_fast, "score", LONG, MANY), "select_kernel", arch=BLACKWELL[0],
+        partial(_fast, "score", SHORT), "select_kernel", arch=BLACKWELL[0],
     ),
     case_of(
         "indexer-select-as-torch", "the k best, best first, short rows in the order of torch's sort", EVERY_ARCH,
-        partial(_exact, MANY), "select_kernel",
+        partial(_exact, SHORT), "select_kernel",
     ),
     *(
         case_of(f"indexer-{name}", about, EVERY_ARCH, call, kernel)
         for name, about, call, kernel in (
             ("candidates", "candidates for the k best, in one pass over the scores", BEST, "candidates_kernel"),
             ("rank", "output places of the candidates", BEST, "rank_kernel"),
-            ("rank-as-torch", "output places, short rows as torch sorts them", partial(_exact, 1), "rank_kernel"),
-            ("exact", "scores in float32, every rounding in torch's order", partial(_exact, 1), "exact_kernel"),
+            ("rank-as-torch", "output places, short rows as torch sorts them", partial(_exact, LONG), "rank_kernel"),
+            ("exact", "scores in float32, every rounding in torch's order", partial(_exact, LONG), "exact_kernel"),
         )
     ),
 )  # fmt: skip

@@ -27,10 +27,11 @@ TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
-CHUNKS = (4096, 8192)  # scores that are selected from at a time: the least that holds the longest row, or the last
+CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
+LONG_CHUNK = 8192  # or, of longer ones, these at a time
 SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
 PARTS = 4  # programs that select from a long row
-FEW_ROWS_ANY, FEW_ROWS_BY_SCORE, LONGEST_BY_CANDIDATES = 4, 32, 1 << 18  # see `by_candidates`
+FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
@@ -86,8 +87,9 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
-    Where the best are found among candidates, in place of lists: listed [rows, max_length] and bins [rows, SCORE_BINS,
-    CAPACITY] int64, composites; counters [rows, NUM_COUNTERS] int32.
+    Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
+    listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
+    int32.
     """
 
     logits: torch.Tensor
@@ -104,12 +106,15 @@ def num_parts(p: Problem) -> int:
 
 
 def by_candidates(p: Problem, order: Order) -> bool:
-    """Tell whether candidates for the best, ranked by many programs a row, are faster than one program a row.
+    """Tell whether candidates for the best, ranked by many programs a row, are faster than PARTS programs a row.
 
-    They are where rows are few and long. As measured: notes/2026-11-indexer-select.md.
+    They are where the best come first in long rows, and where any order will do in a row or two that are very long.
     """
-    most = FEW_ROWS_ANY if order.any else FEW_ROWS_BY_SCORE if order.by_score else 0
-    return p.num_rows <= most and CHUNKS[-1] < p.max_length <= LONGEST_BY_CANDIDATES
+    if p.max_length > MOST_CANDIDATES:
+        return False
+    if order.any:
+        return p.num_rows <= FEW_ROWS and p.max_length > CHUNKS[-1]
+    return order.by_score and p.max_length > LONG_CHUNK
 
 
 def rows_at_once(p: Problem, candidates: bool = False) -> int:
@@ -125,7 +130,7 @@ def workspace(p: Problem, candidates: bool = False) -> Workspace:
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    logits, groups = empty(p.max_length, torch.float32), empty(NUM_GROUPS, torch.int32)
+    logits, groups = empty(p.max_length, torch.float32), empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
     if not candidates:
         return Workspace(logits, groups, empty(num_parts(p) * LIST_WORDS, torch.int32))
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
@@ -216,7 +221,7 @@ def select_arguments(
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """Return grid, arguments and options of `select_kernel`."""
     levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
-    chunk = next((size for size in CHUNKS if p.max_length <= size), CHUNKS[-1])
+    chunk = next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
     parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
     counters = workspace_of.counters(num_rows, p.q.device)
     words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None

@@ -21,6 +21,7 @@ from envoi.epilogues.device import INF, in_order
 from envoi.ops.indexer.kernel_scores import (
     COUNTER_STRIDE,
     INTEGERS,
+    KEY_SHIFT,
     NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
@@ -30,7 +31,6 @@ from envoi.ops.indexer.kernel_scores import (
     visible,
 )
 
-KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # low bits of a key that the bound has none of
 POSITION_BITS: tl.constexpr = tl.constexpr(29)
 LAST: tl.constexpr = tl.constexpr((1 << 29) - 1)
 LEAST: tl.constexpr = tl.constexpr(-(1 << 15))  # upper half of a key
@@ -82,19 +82,12 @@ def bound_of(best, top, K: tl.constexpr):
 
 
 @triton.jit
-def limits_of(logits, groups, n, K: tl.constexpr, NAN_FIRST: tl.constexpr):
-    """Return the bound of a row, and one more than its best group's key, both upper halves of keys.
-
-    A row of up to NUM_GROUPS tokens has no groups: each of its scores is one.
-    """
+def limits_of(groups, n, K: tl.constexpr):
+    """Return the bound of a row, and one more than its best group's key, both upper halves of keys."""
     ids = tl.arange(0, NUM_GROUPS)
-    level = level_of(n)
-    num = tl.cdiv(n, 1 << level)
-    if level == 0:
-        keys = ordered(tl.load(logits + ids, mask=ids // 4 < tl.cdiv(num, 4), other=0.0), NAN_FIRST)
-    else:
-        keys = tl.load(groups + ids, mask=ids // 4 < tl.cdiv(num, 4), other=0)
-    best = tl.where(ids < num, keys >> KEY_SHIFT, LEAST)
+    num = tl.cdiv(n, 1 << level_of(n))
+    best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(num, 8), other=LEAST).to(tl.int32)
+    best = tl.where(ids < num, best, LEAST)
     top = tl.max(best, 0) + 1
     if n > K:
         low = bound_of(best, top, K)
@@ -155,7 +148,7 @@ def candidates_kernel(
     counters += own * NUM_COUNTERS
     positions = first + tl.arange(0, BLOCK)
     scores = tl.load(logits + offset + positions, mask=positions // 4 < tl.cdiv(n, 4), other=0.0)
-    low, top = limits_of(logits + offset, groups + own * NUM_GROUPS, n, K, NAN_FIRST)
+    low, top = limits_of(groups + own * NUM_GROUPS, n, K)
     keys = ordered(scores, NAN_FIRST)
     keep = (positions < n) & ((keys >> KEY_SHIFT) >= low)
     kind = class_of(scores, low, top, n > K, NAN_FIRST)

@@ -25,6 +25,8 @@ from envoi.ops.indexer.kernel_scores import (
     NUM_GROUPS,
     PAGE,
     TOP_LEVEL,
+    as_stored,
+    least_level,
     level_of,
     ordered,
     scored,
@@ -183,7 +185,7 @@ def score(products, scale, weight):
 def keep(best, groups):
     """Store the best keys of a tile's groups."""
     flat = gl.reshape(best, [best.numel])
-    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), flat)
+    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), as_stored(flat, groups))
 
 
 @gluon.jit
@@ -194,20 +196,24 @@ def better_half(best):
 
 @gluon.jit
 def keep_best(s, token, n, groups):
-    """Store the best key of each group of a tile to a long row's groups; tokens from n on count as the least."""
+    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least."""
     level = level_of(n)
-    if (level > 0) & (level <= TOP_LEVEL):
+    if (level >= least_level(groups)) & (level <= TOP_LEVEL):
         tokens = token + gl.arange(0, TILE, s.type.layout)
-        twos = better_half(gl.where(tokens < n, ordered(s, False), -0x80000000))
+        keys = gl.where(tokens < n, ordered(s, False), -0x80000000)
         groups += token >> level
-        if level == 1:
-            keep(twos, groups)
+        if level == 0:
+            keep(keys, groups)
         else:
-            fours = better_half(twos)
-            if level == 2:
-                keep(fours, groups)
+            twos = better_half(keys)
+            if level == 1:
+                keep(twos, groups)
             else:
-                keep_best_of_fours(fours, level, groups)
+                fours = better_half(twos)
+                if level == 2:
+                    keep(fours, groups)
+                else:
+                    keep_best_of_fours(fours, level, groups)
 
 
 @gluon.jit
@@ -228,7 +234,7 @@ def keep_best_of_fours(fours, level, groups):
                 if level == 6:
                     keep(better_half(best), groups)
                 else:
-                    gl.store(groups, gl.max(best, 0))
+                    gl.store(groups, as_stored(gl.max(best, 0), groups))
 
 
 @gluon.jit

@@ -5,10 +5,11 @@
     for each tile of 128 tokens of each row, TILE by TILE:                   one program, persistent
         S[j, h]   = sum over d of values[j, d] * q[row, h, d]                 FP8 tensor cores, float32
         s[j]      = |scale[j]| * sum over h of max(S[j, h] * sign(scale[j]), 0) * weights[row, h]
-        logits[row, j] = s[j];  groups[row, ..] = the best of each group of neighbours, in long rows
+        logits[row, j] = s[j];  groups[row, ..] = the best of each group of neighbours
 
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
-8192 groups, so few other scores reach the bound.
+8192 groups, so few other scores reach the bound. `kernel_select` needs none in rows of up to NUM_GROUPS tokens, and
+whole keys; for `kernel_candidates` groups are int16, the upper halves of keys, in all rows.
 
 Lengths are read on the device. A page outside the cache is not read, and `kernel_select` fails its row. Rows of up to
 LEAST tokens, all of which are chosen, aren't scored.
@@ -25,7 +26,8 @@ from envoi.epilogues.device import INTERPRETED, in_order, maximum
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
-NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row, at most; a row of no more tokens has none
+NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row, at most
+KEY_SHIFT: tl.constexpr = tl.constexpr(16)
 TOP_LEVEL: tl.constexpr = tl.constexpr(7)  # groups of 1 << level tokens, which a tile holds; longer rows have none
 
 # Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list.
@@ -118,17 +120,32 @@ def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
 
 
 @triton.jit
+def least_level(groups):
+    """Return the least level of groups that are stored."""
+    return 0 if groups.dtype.element_ty == tl.int16 else 1
+
+
+@triton.jit
+def as_stored(best, groups):
+    """Return keys as the groups hold them."""
+    if groups.dtype.element_ty == tl.int16:
+        return (best >> KEY_SHIFT).to(tl.int16)
+    else:
+        return best
+
+
+@triton.jit
 def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
-    """Store the best key of each group of a tile to a long row's groups; tokens from n on count as the least."""
+    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least."""
     keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
     level = level_of(n)
     size: tl.constexpr = tokens.shape[0]
-    for i in tl.static_range(1, TOP_LEVEL + 1):
-        if (size >> i) > 0:
+    for i in tl.static_range(TOP_LEVEL + 1):
+        if ((size >> i) > 0) & (i >= least_level(groups)):
             if level == i:
                 best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
                 at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
-                tl.store(groups + at, best)
+                tl.store(groups + at, as_stored(best, groups))
 
 
 @triton.jit
