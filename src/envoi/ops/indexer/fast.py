@@ -191,10 +191,11 @@ def hopper_arguments(
     flat = p.k_cache.view(-1)
     values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
     scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+    early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
     return (_programs(p, num_rows),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], least, max(32, next_power_of_2(len(space.logits))), STAGES, EARLY,
+        p.next_n, p.q.shape[1], least, max(32, next_power_of_2(len(space.logits))), STAGES, early,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
