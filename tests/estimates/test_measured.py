@@ -14,7 +14,7 @@ from envoi.estimates.machines import H200
 from envoi.estimates.network import Network
 from envoi.estimates.steps import gemm_us, step_of
 from envoi.ops.gemm.hopper.time_model import COSTS
-from envoi.ops.moe.one_launch.host import MANY_ROWS
+from envoi.ops.moe.choose import ONE_LAUNCH_ROWS_AGAIN
 from envoi.runtime.gpu_rates import H200 as RATES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
@@ -103,7 +103,7 @@ def test_the_staged_path(num_gpus, format, within, monkeypatch):
     for m in cases:
         sizes, of, tokens = m.case.split()
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
-        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= MANY_ROWS else ONE_LAUNCH_SINCE
+        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= ONE_LAUNCH_ROWS_AGAIN else ONE_LAUNCH_SINCE
         monkeypatch.setattr(total, "takes_one_launch", now if m.date >= since else lambda *_: False)
         plan = estimate(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case

@@ -9,7 +9,7 @@ from envoi.estimates import MoeLayer, estimate
 from envoi.estimates.machines import H200, MACHINES, machine_of
 from envoi.ops.gemm.hopper_mx import config as hopper_mx
 from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
-from envoi.ops.gemm.hopper_w4a16 import few as few_tokens
+from envoi.ops.moe.choose import DECODE_MX_ROWS
 from envoi.quant.formats import FORMATS
 
 BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # that the kernels have
@@ -102,7 +102,9 @@ def test_block_sizes_on_hopper_are_those_of_its_kernel():
     kernel = hopper_mx.default_config(64 * 6, 4096, 32, 132)
     assert (plan.l2.block_m, plan.l2.num_stages) == (kernel.block_y, kernel.num_stages)
     sizes = {"num_ranks": 1, "num_experts": 32, "format": "mxfp4"}
-    few, many = (estimate(layer(num_tokens, **sizes)).l2 for num_tokens in (32 * few_tokens.MOST_ROWS // 6, 4096))
+    few, many = (
+        estimate(layer(num_tokens, **sizes)).l2 for num_tokens in (32 * DECODE_MX_ROWS["fragments"] // 6, 4096)
+    )
     assert (few.block_m, few.shared_evenly) == (16, True)
     config = w4a8_config(4096, 2048, 4096 * 6, 32, 132, widened="bf16")
     assert (many.block_m, many.shared_evenly) == (config.block_y, False)

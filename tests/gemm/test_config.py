@@ -12,9 +12,9 @@ from envoi.ops.gemm.hopper import config as configs
 from envoi.ops.gemm.hopper import time_model
 from envoi.ops.gemm.hopper.candidates import candidates, default_config
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.ops.gemm.hopper.pairs import pairs_pay
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.ops.gemm.hopper.tune import rounded
+from envoi.ops.moe import choose
 from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
@@ -410,4 +410,4 @@ def test_long_products_of_experts_with_second_tiles_quantise_in_pairs(rows, expe
     in_tile = library.expert_l1("swiglu", None, False, None)
     in_pairs = library.expert_l1("swiglu", None, False, "fp8_1x128", rounded=True)
     problem = Problem(rows * experts, 4096, 4096, 1, num_groups=experts, scaled=True)
-    assert pairs_pay(rounded(problem), in_pairs.ir, in_tile.ir, NUM_SMS)
+    assert choose._pairs_pay(rounded(problem), in_pairs.ir, in_tile.ir, NUM_SMS)

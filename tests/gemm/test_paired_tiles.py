@@ -11,13 +11,13 @@ from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import pairs_up
 from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.ops.gemm.hopper import host
-from envoi.ops.gemm.hopper import pairs as paired
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.ops.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
 from envoi.ops.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
+from envoi.ops.moe import choose
 from envoi.runtime.devices import SHARED_BYTES
+from tests.helpers.choices import forced
 from tests.helpers.slow import mostly_slow
 from tools.kernel_cases import gemm_hopper as hopper_cases
 from tools.kernel_cases.gemm_hopper import Case
@@ -182,14 +182,15 @@ def test_a_round_of_pairs_takes_as_long_as_two_of_tiles():
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(paired, "num_sms", lambda device: 132)
-    yield
-    use_pairs(None)
+    monkeypatch.setattr(choose, "num_sms", lambda device: 132)
 
 
 def chosen(M: int, N: int = 4096, layout: str = "concat", format: str = "fp8_block128", grouping=EXPERTS_ROWS) -> bool:
     given = hopper_cases.inputs(Case("x", "expert_l1", M, N, 4096, format, num_experts=64, write_tail=False))
-    return quantizes_in_pairs(given.a, given.b, IN_PAIRS[layout], IN_BF16[layout], grouping)
+    if choose.why_not_pairs(given.a, given.b, IN_PAIRS[layout]):
+        return False
+    rows = grouping.likely_rows(given.a.shape[0])
+    return choose.pairs_pay(given.b, IN_PAIRS[layout], IN_BF16[layout], rows)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -207,14 +208,14 @@ def test_expected_rows_decide(on_hopper):
 
 def test_forced(on_hopper):
     for wanted in (True, False):
-        use_pairs(wanted)
-        assert chosen(64) == chosen(64 * 192) == wanted
-        assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, N=4224, layout="interleaved")
+        with forced(pairs=wanted):
+            assert chosen(64) == chosen(64 * 192) == wanted
+            assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, N=4224, layout="interleaved")
 
 
 def test_rows_of_one_pair_more_than_a_round_dont_pay():
     problem = Problem(128 * 67, 512, 16384, 1, num_groups=67, scaled=True)  # 134 pairs, 268 tiles
-    assert not pairs_pay(problem, IN_PAIRS["concat"], IN_BF16["concat"], 132)
+    assert not choose._pairs_pay(problem, IN_PAIRS["concat"], IN_BF16["concat"], 132)
 
 
 # The kernels

@@ -21,6 +21,7 @@ from envoi.runtime.devices import Target
 from envoi.runtime.program import Launch, building, without_memory
 from envoi.tune.epilogues import logsumexp, logsumexp_of_max
 from envoi.types import QuantTensor
+from tests.helpers.choices import forced
 from tools.machine_code.compile import compile_launch
 
 BF16, SMS = torch.bfloat16, 132
@@ -29,12 +30,6 @@ BF16, SMS = torch.bfloat16, 132
 @epilogue
 def plain_fp8(acc):
     return quantize(acc, "fp8_e4m3", group=128)
-
-
-@pytest.fixture(autouse=True)
-def _as_always():
-    yield
-    two_kernels.use(None)
 
 
 def matrix(kind: str, *shape: int) -> torch.Tensor | QuantTensor:
@@ -101,16 +96,16 @@ def test_batch_invariance_and_experts_choose_by_no_number_of_rows(M, format):
 @pytest.mark.parametrize("ep", [store, swiglu, absmax], ids=lambda ep: ep.ir.name)
 @pytest.mark.parametrize("M", [1, 300, 5000])
 def test_epilogues_that_need_few_columns_have_one(ep, M):
-    two_kernels.use(True)
-    assert not in_two(M, 4096, 4096, ep=ep)
+    with forced(two_kernels=True):
+        assert not in_two(M, 4096, 4096, ep=ep)
 
 
 def test_a_choice_can_be_forced():
-    two_kernels.use(True)
-    assert in_two(16384, 14336, 4096)
-    two_kernels.use(False)
-    assert not in_two(1, 4096, 4096)
-    assert in_two(1, 4096, 4096, format="fp8_block128")  # no tile holds it
+    with forced(two_kernels=True):
+        assert in_two(16384, 14336, 4096)
+    with forced(two_kernels=False):
+        assert not in_two(1, 4096, 4096)
+        assert in_two(1, 4096, 4096, format="fp8_block128")  # no tile holds it
 
 
 def test_the_choice_follows_the_model_of_time():

@@ -12,7 +12,8 @@ from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
 from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.ops.moe import moe, pack
-from envoi.ops.moe.layer import few_layer, run_layer
+from envoi.ops.moe.choose import why_not_decode_mx
+from envoi.ops.moe.layer import run_layer
 from envoi.quant import dequantize
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing
@@ -41,7 +42,7 @@ GROUP = (1, 16)
 def outputs(layer: Layer) -> torch.Tensor:
     experts = layer.pack("nvfp4")
     assert experts.order == "fragments"
-    assert few_layer(experts) is None
+    assert why_not_decode_mx(experts, 1)
     return judged(moe(layer.tokens, layer.routing, experts), layer, experts)
 
 

@@ -169,12 +169,12 @@ def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
 
 
 def test_kernels_for_few_tokens_leave_it_to_the_others(monkeypatch):
-    from envoi.ops.moe.layer import few_layer
+    from envoi.ops.moe.choose import why_not_decode_mx
 
     monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     packed = layer_of("reglu").pack("mxfp4")
     assert packed.order == "fragments"
-    assert few_layer(packed) is None
+    assert why_not_decode_mx(packed, 1) == "the activation"
 
 
 WRONG = [

@@ -16,6 +16,7 @@ from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import (
     MOST,
@@ -41,7 +42,7 @@ SIZES = [(2880, 2880), (2048, 1408), (2048, 768), (1536, 1536), (64, 64), (128, 
 @pytest.fixture(params=["few", "many"])
 def kernels(request, monkeypatch) -> list[str]:
     """Which kernels are to run, and which have."""
-    monkeypatch.setattr(few, "MOST_ROWS", 1 << 20 if request.param == "few" else -1)
+    force(monkeypatch, decode_mx=request.param == "few")
     ran: list[str] = []
     for name, module, function in (("few", few, "moe"), ("many", kernels_layer, "run_experts")):
         original = getattr(module, function)

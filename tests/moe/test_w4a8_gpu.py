@@ -9,12 +9,14 @@ import torch
 from envoi.epilogues.activation import activate
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
-from envoi.ops.moe.layer import FEW_ACTIVATIONS, run_layer
+from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
+from envoi.ops.moe.layer import run_layer
 from envoi.ops.moe.packing import unpack
 from envoi.quant import dequantize, quantize
 from envoi.quant.fp8_fragments import LEAST_SHIFT, ORDER, SPREAD, to_fp8_fragments
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import (
     Layer,
@@ -42,8 +44,7 @@ def ran(request, monkeypatch) -> list[str]:
     """Have the kernels for few tokens run, or that for many: the first name. More names: calls of the former."""
     names: list[str] = [request.param]
     original = few.moe
-    monkeypatch.setattr(few, "MOST_ROWS", 1 << 20 if request.param == "few" else -1)
-    monkeypatch.setattr(few, "MOST_ROWS_FP8", 1 << 20 if request.param == "few" else -1)
+    force(monkeypatch, decode_mx=request.param == "few")
     monkeypatch.setattr(few, "moe", lambda *given: names.append("few") or original(*given))
     return names
 
@@ -74,7 +75,7 @@ def outputs(layer: Layer, ran: list[bool], packed: ExpertWeights | None = None) 
     assert packed.order == ORDER
     del ran[1:]
     got = moe(layer.tokens, layer.routing, packed)
-    assert ran[1:] == (["few"] if ran[0] == "few" and layer.activation in FEW_ACTIVATIONS else [])
+    assert ran[1:] == (["few"] if ran[0] == "few" and layer.activation in DECODE_MX_ACTIVATIONS else [])
     assert relative_error(got, rounded_oracle(layer, packed)) <= MOST
     return got
 

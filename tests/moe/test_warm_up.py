@@ -16,7 +16,6 @@ from envoi import cli
 from envoi.epilogues.activation import written
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import warm_up
-from envoi.ops.moe.one_launch.host import use_one_launch
 from envoi.ops.moe.op import IDS, WEIGHTS
 from envoi.ops.moe.parallel import counted, gathered_device, hosts_device, nvlink
 from envoi.ops.moe.parallel.command import experts_without_memory
@@ -251,21 +250,6 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, how):
 
 def fails(calls, target, for_launch, site) -> str:
     return "OSError: no memory"
-
-
-def test_a_forced_choice_holds_for_what_is_compiled(monkeypatch):
-    compiled_here = []
-    monkeypatch.setattr(warm_up, "compile_here", lambda calls, target, site: compiled_here.append(site))
-    with standing_for(HOPPER):
-        calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "fp8_block128", "swiglu", bias=False), 2)]
-    always = find(calls, HOPPER, range(1, 301))
-    use_one_launch(False)
-    try:
-        sites = warm_up.compile_calls(calls, HOPPER, range(1, 301), 2, progress=False, for_launch=False)
-        forced = find(calls, HOPPER, range(1, 301))
-    finally:
-        use_one_launch(None)
-    assert set(forced) != set(always) and compiled_here == sites and set(sites) == set(forced.values())
 
 
 def refuse(*arguments):

@@ -136,17 +136,13 @@ def test_triton_tiles_do_not_follow_m():
 
 
 def test_few_tokens_take_the_kernels_of_many(monkeypatch):
-    from envoi.ops.moe import layer
+    from envoi.ops.moe import choose
 
-    asked = []
-    monkeypatch.setattr(layer, "few_layer", lambda experts: asked.append(experts))
-    monkeypatch.setattr(layer, "sort_slots", {}.__getitem__)  # a KeyError ends the call
-    ids = torch.zeros(1, 1, dtype=torch.int32)
-    experts = type("Experts", (), {"num_local_experts": 1})
-    for batch_invariant, want in ((True, 0), (False, 1)):
-        with pytest.raises((KeyError, TypeError)):
-            layer.run_layer(torch.zeros(1, 8), ids.float(), ids, experts, batch_invariant)
-        assert len(asked) == want
+    monkeypatch.setattr(choose, "why_not_decode_mx", lambda experts, num_topk: "")
+    monkeypatch.setattr(choose, "decode_mx_pays", lambda *_: True)
+    experts = envoi.experts.pack(torch.zeros(1, 16, 8, dtype=BF16), torch.zeros(1, 8, 8, dtype=BF16))
+    assert choose.choose_layer(experts, 1, 1).path is choose.Path.DECODE_MX
+    assert choose.choose_layer(experts, 1, 1, batch_invariant=True).path is choose.Path.GEMMS
 
 
 @pytest.mark.parametrize("call", ["gemm", "grouped_gemm", "moe"])
