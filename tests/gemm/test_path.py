@@ -65,6 +65,6 @@ def test_a_call_passes_through_few_files(launched):
 def test_what_a_backend_refuses_goes_to_the_next(launched, monkeypatch):
     seen = []
     monkeypatch.setattr(host, "why_not_hopper", lambda a, b, ir: "no")
-    monkeypatch.setattr(triton_host, "run_gemm", lambda *given: seen.append(given) or [torch.zeros(1)])
+    monkeypatch.setattr(triton_host, "run_gemm", lambda *given, **named: seen.append(given) or [torch.zeros(1)])
     envoi.gemm(torch.randn(8, 16).bfloat16(), torch.randn(8, 16).bfloat16())
     assert len(seen) == 1 and not launched

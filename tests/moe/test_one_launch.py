@@ -13,8 +13,8 @@ from envoi.ops.moe.one_launch import host
 from envoi.ops.moe.one_launch.config import LANES, LEAST_SHIFT, NUM_COUNTERS, OTHER_COUNTERS, UNIT_COUNTERS, WIDE
 from envoi.ops.moe.warm_up import LayerCall
 from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.planned_kernels import launches_of
 from envoi.runtime.program import without_memory
-from envoi.runtime.rehearsal import launches_of
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.choices import force
 from tests.moe.layers import make
@@ -85,7 +85,7 @@ def test_what_it_does_not_run():
     with standing_for(HOPPER):
         assert why_not_one_launch(experts(), 64) == ""
         assert why_not_one_launch(experts(), 64, Grouping()) == "rows of no expert are written"
-        assert why_not_one_launch(experts(), 1 << 31) == "more rows than a search can tell apart"
+        assert why_not_one_launch(experts(), 1 << 32) == "more rows than a search can tell apart"
         assert why_not_one_launch(replace(experts(), activation="relu2"), 64).startswith(
             "experts whose L1 has no groups"
         )

@@ -13,7 +13,7 @@ from envoi.ops.moe import moe, pack
 from envoi.ops.moe.op import constants_of
 from envoi.quant import FORMATS
 from envoi.runtime.devices import Target
-from envoi.runtime.rehearsal import compile_at, find
+from envoi.runtime.planned_kernels import compile_at, find
 from envoi.types import has_gate
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.slow import mostly_slow
@@ -162,7 +162,7 @@ def test_hoppers_kernels_compile(format, name):
 
 def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
     """Return the place of L1 among a call's launches: the first kernel of a GEMM, or of both."""
-    from envoi.runtime.rehearsal import launches_of
+    from envoi.runtime.planned_kernels import launches_of
 
     names = [kernel.fn.__module__ for kernel, *_ in launches_of(call, num_tokens, target)]
     return {next(place for place, name in enumerate(names) if ".gemm." in name or ".one_launch." in name)}

@@ -25,10 +25,10 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
-from envoi.runtime import devices, launch, rehearsal, triton_compat, workers
+from envoi.runtime import devices, launch, planned_kernels, triton_compat, workers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
-from envoi.runtime.rehearsal import find, launches_of
+from envoi.runtime.planned_kernels import find, launches_of
 from envoi.types import Routing
 from envoi.warming import RouterCall
 from tests.helpers.slow import mostly_slow
@@ -275,7 +275,7 @@ def test_digests_name_what_triton_compiles():
     assert all(len(digest) == 16 and site.num_tokens < 40 for digest, site in same.items())
 
 
-def test_a_rehearsal_launches_nothing_and_ends(launched):
+def test_a_planned_call_launches_nothing_and_ends(launched):
     layer, k = drawn_layer(random.Random(3), "bf16", experts=4)
     experts = layer.pack()
     assert launches_of(warm_up.LayerCall(warm_up.without_tensors(experts), k), 5, HOPPER)
@@ -336,7 +336,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_the_command_across_ranks(format, monkeypatch, capsys):
-    sites = [rehearsal.Site(0, 1, 0, "pull_kernel")]
+    sites = [planned_kernels.Site(0, 1, 0, "pull_kernel")]
     given = []
     monkeypatch.setattr(
         sys.modules["envoi.ops.moe.parallel.command"],
@@ -372,11 +372,11 @@ def test_the_command_builds_launchers_for_the_gpu_at_hand(num_sms, is_here, monk
 def test_the_command_takes_the_path_of_an_object(flags, kernels, monkeypatch, capsys):
     found = []
 
-    def rehearsed(calls, target, most, *_, **__):
+    def noted(calls, target, most, *_, **__):
         found.extend(find(calls, target, range(100, 101)).values())
         return found
 
-    monkeypatch.setattr(sys.modules["envoi.ops.moe.parallel.command"], "compile_calls", rehearsed)
+    monkeypatch.setattr(sys.modules["envoi.ops.moe.parallel.command"], "compile_calls", noted)
     sizes = "--hidden 2048 --intermediate 768 --experts 16 --topk 8 --max-tokens 512 --format fp8_block128 --arch sm_90"
     assert cli.main(["warm-up", *sizes.split(), "--ranks", "2", *flags]) == 0
     names = {site.name for site in found} & {"pull_kernel", "send_partial_sums_kernel", "sum_kernel"}

@@ -141,8 +141,8 @@ def test_few_tokens_take_the_kernels_of_many(monkeypatch):
     monkeypatch.setattr(choose, "why_not_decode_mx", lambda experts, num_topk: "")
     monkeypatch.setattr(choose, "decode_mx_pays", lambda *_: True)
     experts = envoi.experts.pack(torch.zeros(1, 16, 8, dtype=BF16), torch.zeros(1, 8, 8, dtype=BF16))
-    assert choose.choose_layer(experts, 1, 1).path is choose.Path.DECODE_MX
-    assert choose.choose_layer(experts, 1, 1, batch_invariant=True).path is choose.Path.GEMMS
+    assert choose.choose_layer(experts, 1, 1).path is choose.LayerPath.DECODE_MX
+    assert choose.choose_layer(experts, 1, 1, batch_invariant=True).path is choose.LayerPath.GEMMS
 
 
 @pytest.mark.parametrize("call", ["gemm", "grouped_gemm", "moe"])

@@ -15,7 +15,7 @@ from envoi.ops.gemm.hopper import host as hopper
 from envoi.ops.gemm.hopper_mx import config as hopper_mx
 from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, costs_of, mean_cost, w4a8_config
 from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
-from envoi.ops.moe.choose import Choice, Path, choose_experts, choose_layer
+from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
 from envoi.ops.moe.decode.bf16_fp8 import config as decode
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import Target, standing_for
@@ -64,8 +64,8 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     if machine.arch == "sm_100":
         return _blackwell(layer, machine, nk, epilogue)
     choice = choice_of(layer, machine)
-    if choice.path in (Path.DECODE, Path.DECODE_MX):
-        return (_decode if choice.path is Path.DECODE else _decode_mx)(layer, machine, nk)
+    if choice.path in (LayerPath.DECODE, LayerPath.DECODE_MX):
+        return (_decode if choice.path is LayerPath.DECODE else _decode_mx)(layer, machine, nk)
     kernels = choice.l1 if nk == layer.l1_nk else choice.l2
     if kernels in ("w4a8", "w4a16"):
         widened = "e4m3" if kernels == "w4a8" else "nvfp4" if layer.format == "nvfp4" else "bf16"
@@ -100,7 +100,7 @@ def choice_of(layer: MoeLayer, machine: Machine) -> Choice:
 
 def takes_one_launch(layer: MoeLayer, machine: Machine) -> bool:
     """Return True if L1 and L2 are one launch on a rank."""
-    return layer.num_hosts == 1 and choice_of(layer, machine).path is Path.ONE_LAUNCH
+    return layer.num_hosts == 1 and choice_of(layer, machine).path is LayerPath.ONE_LAUNCH
 
 
 @lru_cache(maxsize=64)

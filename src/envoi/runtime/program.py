@@ -14,8 +14,8 @@ tells the role, its offset, shape and strides the part.
     FIXED      memory that belongs to the call's object, such as that which ranks share; or no memory
 
 Such a list runs on any tensors of the same shapes (`runtime.prepared`), tells a warm-up what to compile
-(`runtime.rehearsal`), and can be counted and compared. A call that does anything else on the device than launches and
-steps has a refusal, and is made by its host path each time: its operators of torch would be missing.
+(`runtime.planned_kernels`), and can be counted and compared. A call that does anything else on the device than launches
+and steps has a refusal, and is made by its host path each time: its operators of torch would be missing.
 """
 
 import threading

@@ -59,7 +59,7 @@ ONE_LAUNCH_ROWS, ONE_LAUNCH_ROWS_AGAIN, MAX_ONE_LAUNCH_TIME = 256, 768, 1.05
 BF16 = torch.bfloat16
 
 
-class Path(Enum):
+class LayerPath(Enum):
     """Sequence of launches that runs a layer; see the module."""
 
     DECODE_MX = "few tokens on 4-bit weights"
@@ -70,13 +70,13 @@ class Path(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """Kernels of a layer. Of `Path.GEMMS` only:
+    """Kernels of a layer. Of `LayerPath.GEMMS` only:
 
     l1, l2: each GEMM's kernels, as `kernels_for` names them. in_pairs: pairs of L1's tiles quantise its rows in groups
     of 128; else L1 itself if its epilogue can within a tile, or one more kernel.
     """
 
-    path: Path
+    path: LayerPath
     l1: str = ""
     l2: str = ""
     in_pairs: bool = False
@@ -94,16 +94,16 @@ def choose_layer(experts: ExpertWeights, num_tokens: int, num_topk: int, batch_i
     """
     slots = num_tokens, num_topk
     if not batch_invariant and not why_not_decode_mx(experts, num_topk) and decode_mx_pays(experts, *slots):
-        return Choice(Path.DECODE_MX)
+        return Choice(LayerPath.DECODE_MX)
     if not why_not_decode(experts, *slots) and decode_pays(experts, *slots):
-        return Choice(Path.DECODE)
+        return Choice(LayerPath.DECODE)
     return choose_experts(experts, num_tokens * num_topk, replace(EXPERTS_ROWS, batch_invariant=batch_invariant))
 
 
 def choose_experts(experts: ExpertWeights, num_rows: int, grouping: Grouping = EXPERTS_ROWS) -> Choice:
     """Return the kernels of L1 and L2 on `num_rows` rows sorted by expert, on a device that has kernels."""
     if not why_not_one_launch(experts, num_rows, grouping) and one_launch_pays(experts, num_rows, grouping):
-        return Choice(Path.ONE_LAUNCH)
+        return Choice(LayerPath.ONE_LAUNCH)
     kind, scheme, most = implementation(experts.device), format_named(experts.format).activations, min(1, num_rows)
     rows, hidden = (_rows(most, width, scheme) for width in (experts.hidden, experts.intermediate))
     in_tile, in_pairs = l1_epilogues(experts)
@@ -115,7 +115,7 @@ def choose_experts(experts: ExpertWeights, num_rows: int, grouping: Grouping = E
     )
     l1 = cast(Epilogue, in_pairs).ir if takes_pairs else in_tile.ir
     return Choice(
-        Path.GEMMS,
+        LayerPath.GEMMS,
         kernels_for(kind, rows, experts.gate_up, l1, grouping),
         kernels_for(kind, hidden, experts.down, l2_epilogue(experts).ir, grouping),
         takes_pairs,

@@ -8,7 +8,7 @@ import torch
 from envoi.epilogues.api import Epilogue
 from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
-from envoi.ops.moe.choose import Choice, Path, choose_experts
+from envoi.ops.moe.choose import Choice, LayerPath, choose_experts
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
 from envoi.ops.moe.permute import quantize_rows
@@ -29,7 +29,7 @@ def run_experts(
     choice: of the kernels, None to make it (`choose_experts`); the bits are the same by all that run fp8_block128.
     """
     choice = choice or choose_experts(experts, rows.shape[0], grouping)
-    if choice.path is Path.ONE_LAUNCH:
+    if choice.path is LayerPath.ONE_LAUNCH:
         with span("L1 and L2"):
             return one_launch.run_in_one_launch(rows, weights, offsets, experts, grouping, progress)
     with span("L1"):

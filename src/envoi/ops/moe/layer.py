@@ -6,7 +6,7 @@ import torch
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a16 import few
-from envoi.ops.moe.choose import Path, choose_layer, decode_mx_layer
+from envoi.ops.moe.choose import LayerPath, choose_layer, decode_mx_layer
 from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.permute import combine_rows, gather_rows, sort_slots
@@ -28,9 +28,9 @@ def run_layer(
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     choice = choose_layer(experts, *topk_ids.shape, batch_invariant)
-    if choice.path is Path.DECODE_MX:
+    if choice.path is LayerPath.DECODE_MX:
         return few.moe(tokens, topk_weights, topk_ids, decode_mx_layer(experts))
-    if choice.path is Path.DECODE:
+    if choice.path is LayerPath.DECODE:
         return decode.run(tokens, topk_weights, topk_ids, experts)
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)

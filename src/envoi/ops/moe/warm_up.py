@@ -12,8 +12,8 @@ from envoi.ops.moe.api import moe
 from envoi.ops.moe.choose import has_kernels
 from envoi.progress import Progress
 from envoi.runtime.devices import Target
+from envoi.runtime.planned_kernels import Call, Site, compile_at, compile_here, find
 from envoi.runtime.program import without_memory
-from envoi.runtime.rehearsal import Call, Site, compile_at, compile_here, find
 from envoi.runtime.workers import Workers
 from envoi.types import ExpertWeights, QuantTensor, Routing
 

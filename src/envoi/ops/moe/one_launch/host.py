@@ -67,7 +67,7 @@ def plan(
 
     Raises ValueError for experts whose tiles don't fit shared memory.
     """
-    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `choose.why_not_one_launch` has found
+    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # `choose` has found it
     operands, own = l1_operands(experts, weights), replace(grouping, to=None)
     first = hopper.call_of(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, own)
     values, sf = first.outputs
