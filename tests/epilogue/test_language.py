@@ -457,13 +457,6 @@ def test_the_same_operation_is_done_once():
     assert not torch.equal(torch.signbit(both[0]), torch.signbit(both[1]))
 
 
-def test_what_needs_whole_rows_is_known():
-    assert epilogue(lambda x: softmax(x)).ir.needs_whole_rows
-    assert epilogue(lambda x: x / row_max(x)).ir.needs_whole_rows
-    assert epilogue(lambda x: quantize(x, "fp8_e4m3", "row")).ir.needs_whole_rows
-    assert not swiglu_fp8.ir.needs_whole_rows
-
-
 def test_library():
     gate, up = ACC[:, 0::2], ACC[:, 1::2]
     h = gate / (1 + (-gate).exp()) * up
