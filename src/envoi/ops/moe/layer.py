@@ -25,9 +25,12 @@ def run_layer(
     batch_invariant, sums along K are split at places that depend on the routing, so that bits may differ. The host
     never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
+    if tokens.shape[0] == 0:
+        return torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)  # a call that can be planned
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-    choice = choose_layer(experts, *topk_ids.shape, batch_invariant)
+    num_tokens, num_topk = topk_ids.shape
+    choice = choose_layer(experts, num_tokens, num_topk, batch_invariant)
     if choice.path is LayerPath.DECODE_MX:
         return few.moe(tokens, topk_weights, topk_ids, decode_mx_layer(experts))
     if choice.path is LayerPath.DECODE:
