@@ -15,7 +15,7 @@ from envoi.runtime import launch
 # Files that only return a value to the call.
 LEAVES = {
     "ops/gemm/grouping.py", "ops/gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py",
-    "runtime/prepared/constants.py", "runtime/shortcuts.py", "runtime/triton_compat.py",
+    "runtime/shortcuts.py", "runtime/triton_compat.py",
 }  # fmt: skip
 PACKAGE = Path(envoi.__file__).parent
 ROOMS = [PACKAGE / room for room in ("ops/gemm", "runtime")]

@@ -28,8 +28,7 @@ from envoi.ops.gemm.hopper.config import Config, fitted
 from envoi.ops.moe import op as moe_op
 from envoi.runtime import launch, prepared, program, shortcuts, workspace
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared import calls, driver, forms, parameters, replay
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import calls, driver, exactly, forms, parameters, replay
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT

@@ -17,8 +17,7 @@ from envoi.ops.moe.op import (
     widened,
 )
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared import prepared
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly, prepared
 from envoi.types import ExpertWeights, Routing
 
 
