@@ -73,22 +73,13 @@ def test_more_rows_than_a_search_can_tell_apart_take_two():
     assert [choose.fits_search(*size) for size in sizes] == [True, True, False, False]
 
 
-def test_the_choice_can_be_forced(forced):
-    forced(False)
-    assert "fused_kernel" not in names(2048)
-    forced(True)
-    assert "fused_kernel" in names(2048)
-    assert "fused_kernel" not in names(2), "the kernels for few tokens come first"
-
-
 def test_what_it_does_not_run():
     with standing_for(HOPPER):
         assert why_not_one_launch(experts(), 64) == ""
         assert why_not_one_launch(experts(), 64, Grouping()) == "rows of no expert are written"
         assert why_not_one_launch(experts(), 1 << 32) == "more rows than a search can tell apart"
-        assert why_not_one_launch(replace(experts(), activation="relu2"), 64).startswith(
-            "experts whose L1 has no groups"
-        )
+        ungated = replace(experts(), activation="relu2")
+        assert why_not_one_launch(ungated, 64).startswith("experts whose L1 has no groups")
     assert why_not_one_launch(make().pack("fp8_block128"), 64) == "experts on cpu, which is no Hopper GPU"
     assert why_not_one_launch(make().pack("bf16"), 64) == "experts in bf16, not fp8_block128"
 
