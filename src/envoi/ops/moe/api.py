@@ -3,7 +3,7 @@
 import torch
 
 from envoi.check import expect_bool
-from envoi.ops.moe import layer, reference
+from envoi.ops.moe import choose, layer, reference
 from envoi.ops.moe.op import (
     as_rows,
     check_ids,
@@ -17,8 +17,7 @@ from envoi.ops.moe.op import (
     widened,
 )
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared import prepared
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly, prepared
 from envoi.types import ExpertWeights, Routing
 
 
@@ -80,7 +79,7 @@ def _moe(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
         down_bounded, order, gate_up_layout, gate_up_scale, down_scale,
     )  # fmt: skip
-    has_kernels = layer.has_kernels(topk_ids.device)
+    has_kernels = choose.has_kernels(topk_ids.device)
     if topk_ids.device.type == "cpu" or not has_kernels:
         check_ids(topk_ids, experts.num_local_experts)
     if has_kernels:

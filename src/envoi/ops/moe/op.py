@@ -7,7 +7,7 @@ import torch
 from envoi.check import describe, expect_no_gradients, expect_tensor
 from envoi.quant.formats import Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_experts
 
 HALVES = torch.bfloat16, torch.float16
