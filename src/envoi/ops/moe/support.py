@@ -40,7 +40,7 @@ def supports(
         block = weight_block_size if found.weights == BLOCKS else None
         if block is None:
             check_sizes(hidden, intermediate, found)
-        given = _without_memory(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
+        given = without_memory(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
         pack(
             **given, format=format, activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha,
             weight_block_size=block,
@@ -50,9 +50,9 @@ def supports(
     return None
 
 
-def _without_memory(
+def without_memory(
     format: Format, activation: str, hidden: int, intermediate: int, num_experts: int, bias: bool,
-    block: tuple[int, int] | None,
+    block: tuple[int, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tensors of a checkpoint's layer as arguments of `pack`, on meta."""
     parts = 2 if has_gate(activation) else 1
