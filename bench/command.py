@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 QUICK_COMPILE_S = 150
 MAX_COUNT = 1000
+NEEDS_AN_ENGINE = "engine"  # a suite that runs where it is named: it needs a server, and minutes for each model
 
-DESCRIPTION = """Measure Envoi beside torch and print tables. Without SUITE every suite is run, at the sizes that fit
-the device. With --out a case is appended to the results as soon as it is measured. Over several GPUs: torchrun
---nproc-per-node 4 -m bench moe"""
+DESCRIPTION = """Measure Envoi beside torch and print tables. Without SUITE every suite but engine is run, at the
+sizes that fit the device. With --out a case is appended to the results as soon as it is measured. Over several GPUs:
+torchrun --nproc-per-node 4 -m bench moe"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", metavar="N", type=int, default=48, help="GPU cases of each suite *_drawn; default: %(default)s"
     )
-    parser.add_argument("--layers", metavar="N", type=int, help="of suite model; default: as many as fit into 40 GB")
+    parser.add_argument("--layers", metavar="N", type=int, help="of suites model and engine; default: as many as fit")
     parser.add_argument(
         "--untuned", action="store_true", help="choose configs of Hopper GEMMs by their model, not by measured ones"
     )
@@ -136,7 +137,7 @@ def _choose(args: argparse.Namespace) -> "list[Case]":
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"--layers: expected at least 1, got {args.layers}")
     options = Options(args.seed, args.count, args.layers)
-    names = list(dict.fromkeys(args.suites)) or list(evidence.SUITES)
+    names = list(dict.fromkeys(args.suites)) or [suite for suite in evidence.SUITES if suite != NEEDS_AN_ENGINE]
     chosen = [case for name in names for case in cases(name, options)]
     if args.case:
         chosen = [case for case in chosen if any(part in case.name for part in args.case)]

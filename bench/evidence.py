@@ -31,6 +31,7 @@ SUITES = {
     "moe_drawn": "a rank's MoE layer of published models, the sizes and formats drawn from a seed",
     "router_drawn": "routers of published models, the numbers of tokens drawn from a seed",
     "model": "prefill and decode of a whole model in transformers, random weights",
+    "engine": "prefill and decode of a whole model in a server's engine, random weights",
 }
 BASELINES = {
     "plain": "Envoi's own GEMM of the same operands with nothing fused",
@@ -49,6 +50,7 @@ BASELINES = {
     "vllm_triton": "vLLM's fused_experts in Triton, with its tuned configs, in the case's format",
     "vllm_marlin": "vLLM's Marlin kernels on the case's MXFP4 weights, bf16 activations",
     "vllm_deepgemm": "vLLM's permutation and activation around its DeepGEMM's grouped FP8 products",
+    "vllm_engine": "vLLM's engine with the experts' kernels that it chooses itself",
     "humming_w8a8": "Humming's indexed products, FP8 weights in blocks and FP8 activations in groups of 128",
     "humming_w4a16": "Humming's indexed products, MXFP4 weights and bf16 activations",
     "humming_w4a8": "Humming's indexed products, MXFP4 weights and FP8 activations in groups of 128",

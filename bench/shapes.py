@@ -166,7 +166,19 @@ class ModelShape:
     how: str = "eager"
 
 
-Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape | ModelShape
+@dataclass(frozen=True)
+class EngineShape:
+    """Step of a model in a server's engine: num_tokens of each sequence, 1 for decode."""
+
+    engine: str
+    model: str
+    num_layers: int
+    format: str
+    num_sequences: int
+    num_tokens: int
+
+
+Shape = EngineShape | GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape | ModelShape
 
 
 @dataclass(frozen=True)
@@ -191,7 +203,8 @@ class Case:
 class Options:
     """Choices of the command that decide which cases a suite has.
 
-    seed, count: of the suites that draw them. layers: of suite model, None for as many as fit.
+    seed, count: of the suites that draw them. layers: of suites model and engine, None for as many as
+    fit.
     """
 
     seed: int = 0

@@ -9,7 +9,7 @@ from bench.trial import Bench, Trial
 # Fewer for calls that take milliseconds, and for loops of calls; more for the host's time, which varies.
 REPEATS = {
     "moe": 20, "moe_drawn": 20, "indexer_exact": 20, "indexer_fast": 20, "host": 200, "host_loop": 10,
-    "model": 20,
+    "model": 20, "engine": 6,
 }  # fmt: skip
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10
@@ -31,6 +31,10 @@ def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
         from bench.suites import model
 
         return model.cases(options)
+    if suite == "engine":
+        from bench.suites import engine
+
+        return engine.cases(options)
     return fixed_cases(suite)
 
 
@@ -59,6 +63,8 @@ def module_of(name: str) -> Any:
         from bench.suites import grouped as suite
     elif name == "model":
         from bench.suites import model as suite
+    elif name == "engine":
+        from bench.suites import engine as suite
     elif name.startswith("host"):
         from bench.suites import host as suite
     else:

@@ -48,7 +48,8 @@ def route(
     (DeepSeek-V3); -inf there disables an expert. Each is one for all tokens. Where they differ (image tokens of
     DeepSeek-V4.1), call once with each and choose rows with torch.where: a token's result is its own.
     token_ids [M] or [B, S], int32 or int64, with hash_table [vocabulary, k] int32 or int64: experts are looked up by
-    token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always.
+    token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always. -1 in the table is
+    a slot without an expert.
     out, workspace, num_sms: as in `envoi.gemm`.
     return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
         and `expert_offsets`).
@@ -58,8 +59,9 @@ def route(
     On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
     other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
-    of a router that no Rule describes. A token id outside the table, or an id >= N in it, is a ValueError too where the
-    reference runs; kernels, whose values the host doesn't see, give that slot id -1 and weight 0.
+    of a router that no Rule describes. A token id outside the table, or an id in it that isn't from -1 to N - 1, is a
+    ValueError too where the reference runs; kernels, whose values the host doesn't see, give that slot id -1 and
+    weight 0.
     Source of the rules: the models' own published code; of their numbers: see `envoi.router.PRESETS`.
     """
     tokens, token_ids = _rows(tokens, token_ids)
@@ -75,6 +77,32 @@ def route(
     wanted = ("logits",) * return_logits + ("dense",) * return_dense
     wanted += ("num_tokens_per_expert", "expert_offsets") * return_counts
     return Routing(outputs[0], outputs[1], gate.shape[0], **dict(zip(wanted, outputs[2:], strict=True)))
+
+
+def replay(
+    tokens: torch.Tensor, gate: torch.Tensor, topk_ids: torch.Tensor, alpha: float | None = None, *,
+    rule: Rule | str = DEFAULT_RULE, **options: Any,
+) -> Routing:  # fmt: skip
+    """Weigh experts that were chosen before: routing replay, as reinforcement learning has it.
+
+    A trainer and a sampler whose gates differ by rounding choose different experts for a few tokens, and the ratio of
+    their probabilities explodes there. With the sampler's recorded ids the trainer computes the same experts; weights,
+    and what else is asked for, come from this gate and this rule, as `route` computes them.
+
+    topk_ids [M, k] or [B, S, k], int32 or int64: experts of each token, in the order of slots. -1 is a slot without an
+    expert and stays one, with weight 0. tokens, gate, alpha, rule, options: as in `route`, without token_ids and
+    hash_table, which this fills: row m of the table belongs to token m.
+    Raises ValueError as `route` does, and if topk_ids isn't one row of k for each token.
+    """
+    tokens, _ = _rows(tokens, None)
+    given = expect_tensor("topk_ids", topk_ids, (torch.int32, torch.int64))
+    recorded = given.flatten(0, 1) if given.dim() == 3 else given
+    if recorded.dim() != 2 or recorded.shape[0] != tokens.shape[0]:
+        rows = f"a row of k for each of {tokens.shape[0]} tokens"
+        raise ValueError(f"topk_ids: expected {rows}, got {describe(topk_ids)}")
+    names = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int32)
+    k = recorded.shape[1]
+    return route(tokens, gate, k, alpha, rule=rule, token_ids=names, hash_table=recorded, **options)
 
 
 def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
@@ -171,7 +199,7 @@ def _route(
         weights, ids = reference.select(logits, k, rule, expert_bias)
     else:
         chosen = _look_up(token_ids, hash_table, num_experts)
-        chosen = chosen.masked_fill(~logits.isfinite().gather(1, chosen), -1)
+        chosen = chosen.masked_fill(~logits.isfinite().gather(1, chosen.clamp(min=0)), -1)
         weights = reference.weigh(logits, reference.scores(logits, rule), chosen, rule)
         ids = chosen.to(torch.int32)
     outputs = [weights, ids]
@@ -186,8 +214,9 @@ def _route(
 
 
 def _look_up(token_ids: torch.Tensor, hash_table: torch.Tensor, num_experts: int) -> torch.Tensor:
-    for name, values, bound in (("token_ids", token_ids, hash_table.shape[0]), ("hash_table", hash_table, num_experts)):
-        if values.numel() and (int(values.min()) < 0 or int(values.max()) >= bound):
+    checked = (("token_ids", token_ids, 0, hash_table.shape[0]), ("hash_table", hash_table, -1, num_experts))
+    for name, values, least, bound in checked:
+        if values.numel() and (int(values.min()) < least or int(values.max()) >= bound):
             span = f"{int(values.min())} to {int(values.max())}"
-            raise ValueError(f"{name}: expected values from 0 to {bound - 1}, got values from {span}")
+            raise ValueError(f"{name}: expected values from {least} to {bound - 1}, got values from {span}")
     return hash_table[token_ids.long()].long()

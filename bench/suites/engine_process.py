@@ -1,0 +1,244 @@
+"""`python -m bench.suites.engine_process ..`: time one server's engine with one backend of experts, in this process.
+
+The suite `engine` starts it, once for each model and backend. Weights are random, of a trained model's magnitudes, and
+the same for every backend: each tensor is drawn from a seed made of its name. Prints one line, RESULT and JSON:
+
+    prefill_us        wall times of one new token for each of `--prefill` sequences
+    decode_us         {sequences: wall times of a step}: 2 + STEPS tokens less 2 tokens, over STEPS
+    ready_s           from the process's start until the engine takes requests
+    same_again        whether a greedy run repeats its own tokens
+    weights_gib       memory that the engine's weights take
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.suites.models import MODELS, Attention, LatentAttention, Model
+
+STEPS = 64
+CONTEXT = 32  # tokens of each sequence before decode
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+ENGINES = ("vllm",)
+BACKENDS = ("default", "envoi")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the engine needs of a model beyond its `Model`: the class, its layers, and keys of its config.json."""
+
+    architecture: str
+    model_type: str
+    num_layers: int
+    vocabulary: int
+    keys: dict[str, Any]
+    formats: tuple[str, ...]
+    attention: str = "FLASH_ATTN"
+
+
+SERVED = {
+    "Qwen3-30B-A3B": Served(
+        "Qwen3MoeForCausalLM", "qwen3_moe", 48, 151936,
+        {
+            "intermediate_size": 6144, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+            "rope_theta": 1e6, "max_window_layers": 48, "use_sliding_window": False,
+        },
+        ("bf16", "fp8_block128"),
+    ),
+    "gpt-oss-20b": Served(
+        "GptOssForCausalLM", "gpt_oss", 24, 201088,
+        {
+            "num_local_experts": 32, "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+            "initial_context_length": 4096, "rope_theta": 150000, "attention_bias": True,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        ("mxfp4",),
+    ),
+    # As many layers as fit; the first is dense.
+    "DeepSeek-V3": Served(
+        "DeepseekV3ForCausalLM", "deepseek_v3", 5, 129280,
+        {
+            "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1,
+            "first_k_dense_replace": 1, "rope_theta": 10000.0, "num_nextn_predict_layers": 0,
+        },
+        ("fp8_block128",),
+        "TRITON_MLA",
+    ),
+}  # fmt: skip
+
+
+def config_of(name: str, format: str, num_layers: int | None = None) -> dict[str, Any]:
+    """Return a model's config.json; num_layers: if not its own. Raises ValueError for an unknown model or format."""
+    if name not in SERVED or format not in SERVED[name].formats:
+        known = "; ".join(f"{model}: {', '.join(served.formats)}" for model, served in SERVED.items())
+        raise ValueError(f"model, format: expected one of {known}; got {name} {format}")
+    served, sizes = SERVED[name], next(model for model in MODELS if model.name == name)
+    layers = num_layers or served.num_layers
+    found = {
+        "architectures": [served.architecture], "model_type": served.model_type, "torch_dtype": "bfloat16",
+        "hidden_size": sizes.hidden, "moe_intermediate_size": sizes.expert_intermediate,
+        "intermediate_size": sizes.intermediate or sizes.expert_intermediate, "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.num_topk, "num_hidden_layers": layers, "vocab_size": served.vocabulary,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "attention_bias": False, "attention_dropout": 0.0, "use_cache": True,
+        **_attention(sizes), **served.keys,
+    }  # fmt: skip
+    if served.model_type == "gpt_oss":
+        found["layer_types"] = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)]
+    kept = {
+        "qwen3_moe": ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(layers))],
+        "gpt_oss": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        "deepseek_v3": ["lm_head"],
+    }[served.model_type]
+    if format == "fp8_block128":
+        found["quantization_config"] = FP8 | {"modules_to_not_convert": kept}
+    if format == "mxfp4":
+        found["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    return found
+
+
+def _attention(sizes: Model) -> dict[str, int]:
+    part = sizes.attention
+    if isinstance(part, Attention):
+        return {
+            "num_attention_heads": part.num_heads, "num_key_value_heads": part.num_kv_heads, "head_dim": part.head_dim
+        }  # fmt: skip
+    assert isinstance(part, LatentAttention)
+    return {
+        "num_attention_heads": part.num_heads, "num_key_value_heads": part.num_heads, "q_lora_rank": part.q_rank,
+        "kv_lora_rank": part.kv_rank, "qk_nope_head_dim": part.nope_dim, "qk_rope_head_dim": part.rope_dim,
+        "v_head_dim": part.v_dim,
+    }  # fmt: skip
+
+
+def fill(model: Any, *_: object, **__: object) -> None:
+    """Write random weights of a trained model's magnitudes; in place of the engine's own dummy ones, all near 0."""
+    import torch
+
+    if getattr(fill, "is_done", False):  # the engine calls it for each module that it loads
+        return
+    fill.is_done = True
+    for name, tensor in model.state_dict().items():
+        source = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+        parts = tensor if tensor.dim() == 3 else [tensor]  # an expert at a time: a draw takes memory of its own
+        for part in parts:
+            _draw(name, part, source)
+
+
+def _draw(name: str, x: Any, source: Any) -> None:
+    import torch
+
+    def normal(std: float) -> Any:
+        return torch.randn(x.shape, generator=source, device=x.device, dtype=torch.bfloat16) * std
+
+    is_factor = "scale" in name
+    if x.numel() == 1:  # a scale of the whole tensor, or of the cache
+        x.fill_(1)
+    elif x.dtype == torch.uint8:  # two FP4 values, or an E8M0 factor about 2^-8, so that a product's sum is about 1
+        low, high = (117, 121) if is_factor else (0, 256)
+        x.copy_(torch.randint(low, high, x.shape, generator=source, device=x.device, dtype=torch.uint8))
+    elif x.dtype == torch.float8_e4m3fn:
+        x.copy_(normal(64.0).clamp(-448, 448).to(x.dtype))
+    elif not x.is_floating_point():
+        return  # tables that the model has made
+    elif is_factor:
+        x.copy_(torch.rand(x.shape, generator=source, device=x.device) * 4e-4 + 2e-4)
+    elif "norm" in name:
+        x.fill_(1.0)
+    elif "bias" in name or "sinks" in name:
+        x.copy_(normal(0.02))
+    elif "embed" in name:
+        x.copy_(normal(1.0))
+    else:
+        is_gate = "gate.weight" in name or "router" in name
+        x.copy_(normal((2.0 if is_gate else 1.0) * x.shape[-1] ** -0.5))
+
+
+def _start(arguments: argparse.Namespace, sizes: list[int]) -> Any:
+    """Return the engine; it reads the environment when it is imported."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1", "VLLM_USE_DEEP_GEMM": "0", "ENVOI_VLLM": str(int(arguments.backend == "envoi")),
+    }  # fmt: skip
+    folder = tempfile.mkdtemp()
+    config = config_of(arguments.model, arguments.format, arguments.layers)
+    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
+    attention: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    vllm: Any = importlib.import_module("vllm")
+    loader.initialize_dummy_weights = fill
+    return vllm.LLM(
+        model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=4096,
+        gpu_memory_utilization=0.85, max_num_batched_tokens=8192, max_num_seqs=max(sizes), seed=0,
+        enable_prefix_caching=False, disable_log_stats=True, moe_backend="auto",
+        attention_backend=attention.AttentionBackendEnum[SERVED[arguments.model].attention],
+        compilation_config={"cudagraph_capture_sizes": sizes},
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Time prefill and decode."""
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--model", choices=SERVED, required=True)
+    parser.add_argument("--format", required=True)
+    parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--prefill", default="16x2048")
+    parser.add_argument("--decode", default="1,16,64,256")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    batches = [int(n) for n in arguments.decode.split(",")]
+    llm = _start(arguments, sorted({1, 2, 4, 8, *batches}))
+    result: dict[str, Any] = {"ready_s": round(time.monotonic() - begin, 1)}
+    import torch
+
+    vllm: Any = importlib.import_module("vllm")
+    source = torch.Generator().manual_seed(0)
+    vocabulary = SERVED[arguments.model].vocabulary
+    result |= {"version": vllm.__version__, "weights_gib": round(torch.cuda.memory_allocated() / 2**30, 2)}
+
+    def prompts(count: int, length: int) -> list[Any]:
+        draws = (torch.randint(0, vocabulary - 1000, (length,), generator=source) for _ in range(count))
+        return [vllm.TokensPrompt(prompt_token_ids=draw.tolist()) for draw in draws]
+
+    def generate(batch: list[Any], new: int) -> tuple[float, list[list[int]]]:
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        outputs = llm.generate(batch, params, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
+
+    greedy = prompts(8, 64)
+    result["same_again"] = generate(greedy, 32)[1] == generate(greedy, 32)[1]
+    batch = prompts(*(int(n) for n in arguments.prefill.split("x")))
+    generate(batch, 1)
+    result["prefill_us"] = [1e6 * generate(batch, 1)[0] for _ in range(arguments.rounds)]
+    result["decode_us"] = {}
+    for size in batches:
+        batch = prompts(size, CONTEXT)
+        generate(batch, 4)
+        steps = []
+        for _ in range(arguments.rounds):
+            short, long = generate(batch, 2)[0], generate(batch, 2 + STEPS)[0]
+            steps.append(1e6 * (long - short) / STEPS)
+        result["decode_us"][str(size)] = steps
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""`integrations.prometheus`: what a scrape reads, of layers that have counted and of one that hasn't."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import prometheus_client
+import pytest
+import torch
+
+from envoi.integrations.prometheus import LoadMetrics
+from envoi.ops.moe.parallel.load import empty_history, load_of, note
+
+
+def counting(offsets: list[int]) -> tuple[Any, Any]:
+    """Make what stands for an `ExpertParallel`, whose `load` counts as the real one does, and the function to count."""
+    history = empty_history(offsets[-1], torch.device("cpu"))
+    parallel = SimpleNamespace(load=lambda: load_of(history, offsets))
+    return parallel, lambda *tokens: note(history, torch.tensor(tokens, dtype=torch.int32))
+
+
+def scrape(registry: prometheus_client.CollectorRegistry) -> dict[str, float]:
+    lines = prometheus_client.generate_latest(registry).decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def test_a_scrape_has_the_counts_of_the_last_update():
+    registry = prometheus_client.CollectorRegistry()
+    (first, count), (second, _) = counting([0, 1, 3]), counting([0, 2, 4])
+    metrics = LoadMetrics(cast(Any, {"layers.0": first, "layers.1": second}), registry)
+    assert scrape(registry) == {}
+    count(2, 1, 1)
+    count(6, 0, 2)
+    assert scrape(registry) == {}  # nothing is read from the device by a scrape
+    metrics.update()
+    of = {  # layers.1 has no tokens: no samples
+        'envoi_expert_tokens{expert="0",layer="layers.0",rank="0"}': 8.0,
+        'envoi_expert_tokens{expert="1",layer="layers.0",rank="1"}': 1.0,
+        'envoi_expert_tokens{expert="2",layer="layers.0",rank="1"}': 3.0,
+        'envoi_rank_tokens{layer="layers.0",rank="0"}': 8.0,
+        'envoi_rank_tokens{layer="layers.0",rank="1"}': 4.0,
+        'envoi_load_imbalance{layer="layers.0"}': (2 / 2 + 6 / 4) / 2,
+    }
+    assert scrape(registry) == of
+    count(0, 4, 0)
+    metrics.update()
+    assert scrape(registry)['envoi_expert_tokens{expert="1",layer="layers.0",rank="1"}'] == 5.0
+
+
+def test_a_second_exporter_needs_a_registry_of_its_own():
+    registry = prometheus_client.CollectorRegistry()
+    LoadMetrics({}, registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        LoadMetrics({}, registry)
