@@ -4,7 +4,7 @@
     python -m tools.engines.vllm_tokens --model examples/tiny_moe/model --backend vllm
 
 The served sequences are read again by the reference, position by position: a token must be the reference's best one, or
-less behind it than the error that bf16 makes in the reference's own logits. Exits with 1 if one isn't.
+no further behind it than twice the error that bf16 usually makes in the reference's logits. Exits with 1 if one isn't.
 """
 # pyright: reportMissingImports=false
 
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 MODULES = ("csv", "heapq", "textwrap", "shlex", "queue", "shelve", "fractions", "configparser")  # kept out of training
-TIMES = 2  # margin that is allowed, over the largest error of bf16
+TIMES = 2  # margin that is allowed, over the error of bf16's logits
+# Of positions, by their largest error, in ascending order: at the last ones bf16 routes a token to other experts.
+USUAL = 0.9
 
 
 def main() -> int:
@@ -36,9 +38,10 @@ def main() -> int:
         "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
         "VLLM_USE_DEEP_GEMM": "0",
     }  # fmt: skip
+    import vllm  # noqa: F401  # configures its loggers, which would drop the handler
+
     heard = _Heard()
     logging.getLogger("vllm.envoi").addHandler(heard)
-    logging.getLogger("vllm.envoi").setLevel(logging.INFO)
     prompts = [list(_source(name)[: args.prompt_bytes]) for name in MODULES]
     begun = time.time()
     served, again = _serve(args, prompts)
@@ -103,7 +106,7 @@ def _compare(args: argparse.Namespace, prompts: list[list[int]], served: list[li
             logits[dtype] = model(whole).logits[:, begin - 1 : -1].float()
         del model
     exact, rounded = logits.values()
-    error = float((rounded - exact).abs().amax())
+    error = float((rounded - exact).abs().amax(-1).flatten().quantile(USUAL))
     chosen = exact.gather(2, whole[:, begin:, None])[..., 0]
     behind = exact.amax(-1) - chosen
     equal, worst = float((behind == 0).float().mean()), float(behind.max())
@@ -112,7 +115,7 @@ def _compare(args: argparse.Namespace, prompts: list[list[int]], served: list[li
     print(
         f"{'ok' if good else 'FAILED'}: {args.backend} {args.quantization or 'bf16'}: {behind.numel()} tokens, "
         f"{100 * equal:.2f} % are float32's best (torch in bf16: {100 * torch_equal:.2f} %), the others at most "
-        f"{worst:.3f} behind, mean {float(behind.mean()):.5f}; bf16's error is up to {error:.3f}; "
+        f"{worst:.3f} behind, mean {float(behind.mean()):.5f}; bf16's error is {error:.3f}; "
         f"{'the same tokens again' if again else 'OTHER TOKENS in a second run'}",
         flush=True,
     )
