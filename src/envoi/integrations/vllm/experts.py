@@ -45,7 +45,7 @@ SCHEMES = {
     ("kNvfp4Static", "kNvfp4Dynamic"): "nvfp4",
 }
 STEP = 8192  # tokens, where vLLM has no config
-# Weights that were packed before, so that weights loaded anew into the same parameter are packed into the same memory.
+# Parameter -> how it was packed, activation, slots of a token: weights loaded anew into it go into the same memory.
 _packed: Any = WeakTensorKeyDictionary()
 _warm: set[tuple[Layer, int]] = set()
 
@@ -114,8 +114,10 @@ class Experts:
         return self.names["TopKWeightAndReduceNoOP"]()
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack anew at the next call: weights were loaded."""
-        self.packed = None
+        """Pack again, into the same memory, if weights have been loaded anew: captured graphs don't come back here."""
+        known = _packed.get(layer.w13_weight)  # perhaps by another object: vLLM makes its kernels anew
+        if known is not None:
+            self.packed = self._pack(layer.w13_weight, layer.w2_weight, *known[1:])
 
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
@@ -144,8 +146,9 @@ class Experts:
             more |= {"gate_up_sf": self.w1_scale, "down_sf": self.w2_scale}
         if self.format == "nvfp4":
             more |= {"gate_up_scale": self.g1_alphas, "down_scale": self.g2_alphas}
-        found = engines.pack_layer(layer, w1, w2, into=_packed.get(w1), **more)
-        _packed[w1] = found
+        before = _packed.get(w1)
+        found = engines.pack_layer(layer, w1, w2, into=None if before is None else before[0], **more)
+        _packed[w1] = found, activation, top_k
         if (layer, self.max_tokens) not in _warm:
             _warm.add((layer, self.max_tokens))
             engines.warm_up(layer, found, self.max_tokens)
