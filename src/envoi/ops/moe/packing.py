@@ -51,7 +51,7 @@ def pack(
     down_scale: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
     gate_up_layout: str = "concat", packed_layout: str | None = None, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, activation: str | Callable = "swiglu", swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None, requantize: bool = False,
+    swiglu_alpha: float | None = None, requantize: bool = False, in_place: bool = False,
 ) -> ExpertWeights:  # fmt: skip
     """Pack expert weights once, for every later call of `envoi.moe`.
 
@@ -68,8 +68,7 @@ def pack(
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
     requantize: round numbers that the format can't hold, which is refused else; under "auto" to bf16, if no format
         holds quantised ones, or where bf16 doesn't hold fp16 and fp32 ones.
-    gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
-        gpt-oss). The bias has the same order.
+    gate_up_layout: of rows and bias, "concat" (all gate, then all up; most checkpoints) or "interleaved" (gpt-oss).
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
         gelu(gate) * up, "geglu_tanh" (gelu by tanh); "silu" and "relu2" = relu(up)^2 without a gate, gate_up [E, I, H]
         being up; or a function in the epilogues' language, of gate and up or of up, which is kept as text.
@@ -78,6 +77,8 @@ def pack(
         where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
         in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
+    in_place: write weights and factors whose order changes over those that are given, if they are contiguous, so that
+        they are in memory once; the given tensors have no other use afterwards.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
     On Hopper "mxfp4", "nvfp4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
@@ -85,32 +86,32 @@ def pack(
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
-    _check_options(format, gate_up_layout, requantize)
+    _check_options(format, gate_up_layout, requantize, in_place)
     _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gated, block = has_gate(activation), _block(weight_block_size)
     parts = 2 if gated and gate_up_layout == "concat" else 1
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up", block, parts)
-    down = _stored(down, down_sf, down_scale, "down", block)
+    given = gate_up, (down := _stored(down, down_sf, down_scale, "down", block))
     chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
     if padding:
-        given = (gate_up, gate_up_sf), (down, down_sf)
-        gate_up, down, gate_up_bias = _in_whole_blocks(*given, gate_up_bias, padding, parts)
-    if not gated:
-        gate_up_layout = layout = "interleaved"  # no rows to move
+        sides = (gate_up, gate_up_sf), (down, down_sf)
+        gate_up, down, gate_up_bias = _in_whole_blocks(*sides, gate_up_bias, padding, parts)
+    gate_up_layout, layout = (gate_up_layout, layout) if gated else ("interleaved",) * 2  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
     experts = ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout, padding)
-    return _arranged(experts, (gate_up, down))
+    return _over(_arranged(experts, ()), given) if in_place else _arranged(experts, (gate_up, down))
 
 
-def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:
+def _check_options(format: str, gate_up_layout: str, requantize: bool, in_place: bool) -> None:
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_bool("requantize", requantize)
+    expect_bool("in_place", in_place)
 
 
 def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -365,6 +366,29 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
 
 
 ExpertWeights.arrange = staticmethod(_arranged)
+
+
+def _over(experts: ExpertWeights, stored: Sequence[Matrix]) -> ExpertWeights:
+    """Move packed weights into the memory of those that they were packed from, gate_up and down, where they fit."""
+
+    def over(packed: Matrix, given: Matrix) -> Matrix:
+        if isinstance(packed, torch.Tensor) and isinstance(given, torch.Tensor):
+            return _moved(packed, given)
+        if isinstance(packed, QuantTensor) and isinstance(given, QuantTensor):
+            return replace(packed, values=_moved(packed.values, given.values), sf=_moved(packed.sf, given.sf))
+        return packed
+
+    gate_up, down = map(over, (experts.gate_up, experts.down), stored)
+    return replace(experts, gate_up=gate_up, down=down)
+
+
+def _moved(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    if x.data_ptr() == place.data_ptr() or not place.is_contiguous() or not x.is_contiguous():
+        return x
+    if (x.numel() * x.itemsize, x.device) != (place.numel() * place.itemsize, place.device):
+        return x
+    with torch.no_grad():
+        return place.detach().view(torch.uint8).view(-1).view(x.dtype).view(x.shape).copy_(x)
 
 
 def _with_rows_on_16_bytes(x: QuantTensor) -> QuantTensor:
