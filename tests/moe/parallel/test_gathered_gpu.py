@@ -21,9 +21,9 @@ from envoi.ops.moe.parallel import (
     api,
     counted,
     gathered_device,
-    hosts_device,
     memory,
     queued,
+    rail,
     symmetric_memory,
 )
 from envoi.ops.moe.parallel.hosts import Grid
@@ -348,7 +348,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
     if rank == 1 and kind == "dies":
         os._exit(3)
     if rank == 1 and kind == "dies within":
-        counted.dispatch = gathered_device.run_local_experts = hosts_device.run_local_experts = lambda *_: os._exit(3)
+        counted.dispatch = gathered_device.run_local_experts = rail.run_local_experts = lambda *_: os._exit(3)
     elif kind == "dies within":
         run = counted.run_local_experts  # behind the exchange that is never done: the host is held by the device
         counted.run_local_experts = lambda *given: (torch.cuda.synchronize(), run(*given))[1]
@@ -521,23 +521,23 @@ def launch_between_hosts(found: dict[str, str]) -> None:
         grid = Grid.of([str(rank // kernels.NUM_RANKS) for rank in range(num_ranks)])
         for format, presum in [("bf16", True), *((format, False) for format in FORMATS)]:
             whole = SharedLayout(num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, format, presum)
-            layout = hosts_device.HostsLayout(whole, kernels.NUM_HOSTS)
+            layout = rail.HostsLayout(whole, kernels.NUM_HOSTS)
             sizes = layout, grid, 1, range(0, E + 1, 32), 10.0, torch.device("cuda")
-            buffers = hosts_device.open_buffers(*sizes, shared=False)
+            buffers = rail.open_rail(*sizes, shared=False)
             address = buffers.domain.memory.data_ptr()
             symmetric_memory.set_peers(buffers.domain, [address] * buffers.domain.layout.num_ranks)
-            hosts_device.pack_parcel(buffers, layer.tokens, routing.topk_weights, ids)
+            rail.pack_parcel(buffers, layer.tokens, routing.topk_weights, ids)
             for parcel in buffers.parcels:
                 parcel.copy_(buffers.own_parcel)
-            hosts_device.unpack(buffers)
+            rail.unpack(buffers)
             torch.cuda.synchronize()
             kept = buffers.topk_ids.view(kernels.NUM_HOSTS, -1, kernels.NUM_TOPK)[:, :-1]
             assert torch.equal(kept, torch.where(ids < kernels.NUM_EXPERTS // 2, ids, -1).expand_as(kept))
-            launch_kernel(hosts_device.KERNELS, "seal_kernel", hosts_device.seal_arguments(buffers))
+            launch_kernel(rail.KERNELS, "seal_kernel", rail.seal_arguments(buffers))
             buffers.received.zero_()
             for part in buffers.received:
                 part[-8:].view(torch.int32)[0] = 1
-            assert not hosts_device.sum_received(buffers, ids).any()  # NaN isn't 0
+            assert not rail.sum_received(buffers, ids).any()  # NaN isn't 0
             torch.cuda.synchronize()
             assert not buffers.late.any()
 

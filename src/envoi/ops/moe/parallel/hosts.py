@@ -3,7 +3,7 @@
 Host g of G has L ranks; its rank at place l exchanges with the ranks at place l of the other hosts (a rail), and then
 with the ranks of its own host. Example: hosts a, a, b, b: rails {0, 2} and {1, 3}.
 
-Over gloo all of it is here; over NCCL the kernels of `hosts_device` take the place of the exchange within a host.
+Over gloo `constant` exchanges tokens so; over NCCL `rail`, with kernels within a host.
 """
 
 import platform
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe
-from envoi.ops.moe.parallel.collectives import Channel, connect_ranks, exchange_equal, gather_tensors, gather_texts
+from envoi.ops.moe.parallel.collectives import Channel, connect_ranks, gather_texts
 from envoi.ops.moe.parallel.opening import CONNECT_TRIES, OPENING, complaint, raise_together, same_everywhere
 
 HOSTNAME = "hostname"
@@ -66,11 +66,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts of a group, and this rank's connections: to its rail, and to its host."""
+    """Hosts of a group, and this rank's connections: to its rail, and to its host, None where it is there alone."""
 
     grid: Grid
     rail: Channel
-    inside: Channel
+    inside: Channel | None
 
 
 def check_hosts(hosts: str | Sequence[str], num_ranks: int, sizes: tuple) -> None:
@@ -136,6 +136,8 @@ def check_machines(hosts: list[str], machines: list[str]) -> None:
 def connect_hosts(channel: Channel, names: list[str], name: str, timeout_s: float) -> Hosts:
     """Connect this rank to its rail and to its host, over gloo. Collective; raises PeerTimeout."""
     grid, mine = Grid.of(names), channel.rank
+    if len(grid.grid) == 1:
+        return Hosts(grid, channel, None)
     rail = _connect(channel, f"{name}/rail {grid.local_rank[mine]}", grid.rail(mine), timeout_s)
     inside = _connect(channel, f"{name}/host {grid.host[mine]}", grid.inside(mine), timeout_s)
     return Hosts(grid, rail, inside)
@@ -166,35 +168,6 @@ def _connect_nccl(channel: Channel, grid: Grid, name: str, timeout_s: float) -> 
         return nccl(PrefixStore(f"{name}/rail {local_rank}", store), members.index(channel.rank), len(members), longest)
 
     return channel.watch.connect(OPENING, make, channel.watch.left_s)
-
-
-def gather_by_rail(hosts: Hosts, mine: torch.Tensor) -> torch.Tensor:
-    """Gather tensors of one shape from all ranks: [num_ranks, *shape]. Each crosses to another host once."""
-    across = gather_tensors(hosts.rail, mine, "dispatch between hosts")
-    inside = gather_tensors(hosts.inside, across, "dispatch within the host")
-    return inside[hosts.grid.local_rank, hosts.grid.host]
-
-
-def return_by_rail(hosts: Hosts, slots: torch.Tensor, num_topk: int, presum: bool) -> torch.Tensor:
-    """Send rows of slots back to their ranks: [num_ranks, S, H] by destination -> [hosts, S, H] bf16 by source host.
-
-    A slot's row is on one rank of its owner's host; on the others it is 0. presum: the rows of num_topk slots, a
-    token's, are summed on each host in their order, and rounded: [hosts, S / num_topk, H].
-    """
-    inside = exchange_equal(hosts.inside, slots[hosts.grid.grid], "combine within the host")
-    merged = inside.view(torch.int16).sum(0, dtype=torch.int16).view(slots.dtype)  # bits of the one row that isn't 0
-    if presum:
-        merged = sum_in_order(merged.unflatten(1, (-1, num_topk)), 2)
-    return exchange_equal(hosts.rail, merged, "combine between hosts")
-
-
-def sum_in_order(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum bf16 along a dimension, one after the other in float32, rounded once."""
-    first, *others = rows.float().unbind(dim)
-    total = first + 0.0  # -0 becomes 0, as where a sum begins with 0
-    for row in others:
-        total += row
-    return total.to(rows.dtype)
 
 
 def _connect(channel: Channel, name: str, members: list[int], timeout_s: float) -> Channel:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from numbers import Real
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,63 @@ CONNECT_TRIES = 5  # gloo's tries to connect, each with its timeout
 _serials: dict[str, itertools.count] = {}
 
 
+class Wanted(NamedTuple):
+    """Exchange that a caller wants. route: "hosts", "gathered", "counted", or None: the fastest that there is.
+
+    presum: sum a token's rows before they are sent back; None = where that is predicted to be faster.
+    """
+
+    route: str | None
+    presum: bool | None
+
+
+EXCHANGES = {
+    "auto": Wanted(None, None), "rows": Wanted(None, False), "sums": Wanted(None, True),
+    "hosts": Wanted("hosts", False), "hosts+sums": Wanted("hosts", True),
+    "gathered": Wanted("gathered", False), "gathered+sums": Wanted("gathered", True),
+    "counted": Wanted("counted", False),
+}  # fmt: skip
+
+
+def wanted_by(exchange: str, hosts: Any, presum: Any, fused: Any) -> tuple[str, list[str]]:
+    """Return the `exchange` that deprecated arguments mean, and a warning for each of them."""
+    warned = []
+    if fused is False:
+        warned.append("fused: False is what ExpertParallel does; leave the argument away")
+    if isinstance(presum, bool):
+        suffix = ("sums" if presum else "rows") if hosts is None else ("hosts+sums" if presum else "hosts")
+        warned.append(f'presum: is deprecated; pass exchange="{suffix}" instead')
+        exchange = suffix
+    elif hosts is not None and exchange == "auto":
+        warned.append('hosts: without exchange is deprecated; pass exchange="hosts" too')
+        exchange = "hosts"
+    return exchange, warned
+
+
 def check_options(
-    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None,
-    fused: bool | None,
+    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, exchange: str,
+    num_sms: int | None, hosts: Any, presum: bool | None, fused: bool | None,
 ) -> None:  # fmt: skip
     """Raise ValueError unless the options of `ExpertParallel` have the right types and values."""
     expect_experts(experts)
     if not _is_timeout(timeout_s):
         raise ValueError(f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}")
-    for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
+    for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk), ("num_sms", num_sms)):
         if value is not None:
             expect_int(name, value, 1)
     if presum is not None and not isinstance(presum, bool):
         raise ValueError(f"presum: expected True, False or None, got {presum!r}")
     if fused is not None and fused is not False:
         raise ValueError(f"fused: expected None or False, got {fused!r}; {NO_FUSED}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange: expected one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
+    if presum is not None and exchange != "auto":
+        raise ValueError(f"presum: expected None with exchange {exchange!r}, which says it, got {presum}")
+    route = EXCHANGES[exchange].route
+    if hosts is not None and exchange not in ("auto", "hosts", "hosts+sums"):
+        raise ValueError(f'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange {exchange!r}')
+    if route == "gathered" and None in (max_tokens, num_topk):
+        raise ValueError(f"exchange: expected max_tokens and num_topk with {exchange!r}, got None")
 
 
 def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -155,7 +197,7 @@ def name_object(ranks: list[int]) -> str:
 
 def agree_on_sizes(
     channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
-    presum: bool | None,
+    exchange: str,
 ) -> list[int]:  # fmt: skip
     """Return every rank's number of experts. Raises ValueError unless all else is equal on all ranks. Collective."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
@@ -163,14 +205,14 @@ def agree_on_sizes(
     texts = gather_texts(channel, mine, OPENING)
     same_everywhere("experts", texts)
     same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", OPENING))
-    same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=}", OPENING))
+    same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {exchange=}", OPENING))
     return gather_ints(channel, [experts.num_local_experts], OPENING)[:, 0].tolist()
 
 
-def agree_on_kernels(channel: Channel, experts: ExpertWeights) -> str:
+def agree_on_kernels(channel: Channel, experts: ExpertWeights, num_sms: int | None) -> str:
     """Return a text, equal on all ranks, that decides which kernels a call on given memory needs. Collective."""
     forms = [None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(experts)]
-    kinds = gather_texts(channel, repr((constants_of(experts), forms)), OPENING)
+    kinds = gather_texts(channel, repr((constants_of(experts), forms, num_sms)), OPENING)
     return hashlib.sha256(repr(kinds).encode()).hexdigest()
 
 
