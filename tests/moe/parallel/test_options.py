@@ -2,6 +2,13 @@
 
 import warnings
 
+import pytest
+
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.warm_up import without_tensors
+from envoi.runtime.devices import Target, limited
+from envoi.runtime.program import building
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
@@ -77,3 +84,17 @@ def test_exchange_chooses_the_way_and_old_arguments_mean_one():
         for given, message in WRONG:
             text, _ = next(found)
             assert message in text, given
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "b")], ids=["memory", "hosts"])
+def test_num_sms_bounds_the_grids_of_loops(hosts):
+    experts = without_tensors(make(experts=2).pack("bf16"))
+    call = ParallelCall(SharedLayout(2, 4, 64, 2, 256, "bf16"), 2, 0, (0, 2, 4), 1.0, experts, hosts)
+    grids = []
+    for most in (132, 3):
+        with limited(most), building(Target("sm_90", 132)) as builder:
+            call(64)
+        grids.append({launch.kernel.fn.__name__: launch.grid for launch in builder.launches})
+    for kernel in ("pull_kernel", "send_rows_kernel"):
+        assert [grid[kernel] for grid in grids] == [(8 * 132,), (8 * 3,)]
+    assert grids[1]["gemm_kernel"] == (3,) and grids[0]["gemm_kernel"] > (3,)

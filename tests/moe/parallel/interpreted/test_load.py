@@ -10,6 +10,7 @@ from envoi.ops.moe.parallel.shared_device import LOST, OUTCOME
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from tests.moe.layers import make
 from tests.moe.parallel import domains
+from tests.moe.parallel.domains import use
 from tests.moe.parallel.interpreted.test_hosts import ranks_of
 from tests.moe.parallel.interpreted.test_nvlink import ENDS, SMALL, run
 from tests.moe.parallel.interpreted.test_prepared import fake, group, inputs, open_here
@@ -82,7 +83,7 @@ def test_the_ring_begins_again():
 def test_prepared_calls_count_for_the_object_that_makes_them(fake, monkeypatch):
     one = open_here(monkeypatch, "bf16")
     other = open_here(monkeypatch, "bf16")
-    other.domain = one.domain  # layers of equal sizes share memory and prepared calls
+    use(other, one._exchange.owner)  # layers of equal sizes share memory and prepared calls
     tokens, routing = inputs(0)
     for _ in range(3):
         one.moe(tokens, routing)
