@@ -17,7 +17,7 @@ from envoi.ops.moe.parallel.nvlink import (
     pull_rows,
     run_local_experts,
 )
-from envoi.ops.moe.parallel.progress import BEGUN, LOST
+from envoi.ops.moe.parallel.failure import BEGUN, LOST
 from envoi.ops.moe.parallel.rail import HostsLayout, Rail
 from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, set_peers

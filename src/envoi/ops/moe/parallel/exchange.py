@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from envoi.ops.moe.parallel import nvlink, rail
 from envoi.ops.moe.parallel.collectives import Channel
+from envoi.ops.moe.parallel.failure import PeerTimeout
 from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST
 from envoi.ops.moe.parallel.rail import Rail
 from envoi.ops.moe.parallel.symmetric_memory import Domain
-from envoi.ops.moe.parallel.timeout import PeerTimeout
 from envoi.runtime.prepared.calls import Calls
 from envoi.runtime.program import ALIGNMENT
 from envoi.spans import span

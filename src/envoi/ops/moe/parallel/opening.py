@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 from envoi.check import describe, expect_int, expect_tensor
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.ops.moe.parallel.collectives import Channel, gather_ints, gather_texts
+from envoi.ops.moe.parallel.failure import Watch
 from envoi.ops.moe.parallel.store import connect, is_on_this_host
-from envoi.ops.moe.parallel.timeout import Watch
 from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing, expect_experts
 

@@ -25,11 +25,10 @@ import torch
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.parallel import nvlink
 from envoi.ops.moe.parallel.collectives import backend_of, end_collectives, queued_exchange, queued_gather
+from envoi.ops.moe.parallel.failure import BEGUN, DONE, GATHERED, Watch, oversee
 from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.nvlink import combine_barrier, sum_arguments
-from envoi.ops.moe.parallel.progress import BEGUN, DONE, GATHERED, oversee
 from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, SharedLayout, allocate, allocate_bytes
-from envoi.ops.moe.parallel.timeout import Watch
 from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.prepared import Calls

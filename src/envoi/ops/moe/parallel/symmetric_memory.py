@@ -161,7 +161,7 @@ class Domain:
     handle: Any = None  # keeps the peers' memory mapped
     # Kinds of kernels, see `opening.agree_on_kernels`, of which every rank has all that calls need.
     has_kernels: set[str] = field(default_factory=set)
-    watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
+    watch: Any = None  # `failure.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
     pending: Any = None  # what the last call has dispatched, if it is to be combined
     # In the format of `moe.one_launch`, int32 [NUM_COUNTERS], 0 between calls: its counters. Those of `workspace` are

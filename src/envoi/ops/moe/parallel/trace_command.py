@@ -14,7 +14,7 @@ from envoi.ops.moe.parallel.timeline import ENDINGS
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Routing
 
-TIMEOUT_S = 60.0
+TRACE_TIMEOUT_S = 60.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
         source = torch.Generator(device).manual_seed(rank)
         sizes = {"max_tokens": args.tokens, "num_topk": args.topk}
-        parallel = ExpertParallel(_experts(args, num_ranks, source), timeout_s=TIMEOUT_S, **sizes)
+        parallel = ExpertParallel(_experts(args, num_ranks, source), timeout_s=TRACE_TIMEOUT_S, **sizes)
         tokens = torch.randn(args.tokens, args.hidden, generator=source, device=device, dtype=torch.bfloat16)
         timeline = parallel.trace(tokens, _routing(args, source))
         if rank == 0:
