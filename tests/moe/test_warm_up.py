@@ -22,7 +22,7 @@ from envoi.ops.moe.parallel import counted, exchange, nvlink
 from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
 from envoi.ops.moe.parallel.exchange import compiled_form
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall

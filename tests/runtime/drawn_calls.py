@@ -16,7 +16,7 @@ from envoi.ops.indexer import certificate, fast
 from envoi.ops.indexer import exact as exact_mode
 from envoi.ops.moe.op import tensors_of, widened
 from envoi.ops.moe.parallel.exchange import run_layer
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate, set_peers
 from envoi.ops.moe.permute import quantize_rows

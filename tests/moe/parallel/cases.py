@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, constant, counted, opening
-from envoi.ops.moe.parallel import hosts as opening_hosts
+from envoi.ops.moe.parallel import opening as opening_hosts
 from envoi.ops.moe.router import route
 from envoi.runtime.compiling import compiling
 from envoi.types import Routing

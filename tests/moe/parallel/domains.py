@@ -6,8 +6,8 @@ import torch
 
 from envoi.ops.moe.parallel import ExpertParallel, nvlink, rail
 from envoi.ops.moe.parallel.exchange import OnDevice, Owner
-from envoi.ops.moe.parallel.hosts import Grid
 from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, combine_barrier, num_chunks, send_partial_sums, sum_rows
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
 from envoi.types import ExpertWeights, Routing
 from tests.moe.layers import Layer

@@ -23,7 +23,7 @@ from envoi.ops.moe.parallel import (
     rail,
     symmetric_memory,
 )
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts

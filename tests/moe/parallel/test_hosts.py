@@ -5,9 +5,9 @@ import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import hosts as module
-from envoi.ops.moe.parallel.hosts import check_backend, check_machines
+from envoi.ops.moe.parallel import opening as module
 from envoi.ops.moe.parallel.failure import PeerTimeout
+from envoi.ops.moe.parallel.opening import check_backend, check_machines
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from envoi.ops.gemm.hopper_w4a16 import few
-from envoi.ops.moe.parallel import api, dispatch_kernels, hosts, nvlink, opening, rail, symmetric_memory
+from envoi.ops.moe.parallel import api, dispatch_kernels, nvlink, opening, rail, symmetric_memory
 from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, num_chunks
 from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
@@ -99,9 +99,9 @@ def stand_in(rank: int, folder: str) -> None:
         barrier(domain)
 
     def rail_of(channel, group, names, name, timeout_s):
-        grid = hosts.Grid.of(names)
+        grid = opening.Grid.of(names)
         return Rail(
-            hosts._connect(channel, f"{name}/stand-in {grid.local_rank[rank]}", grid.rail(rank), timeout_s).data
+            opening._connect(channel, f"{name}/stand-in {grid.local_rank[rank]}", grid.rail(rank), timeout_s).data
         )
 
     rail.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
@@ -110,7 +110,7 @@ def stand_in(rank: int, folder: str) -> None:
     symmetric_memory._shareable, torch_symmetric.rendezvous = shareable, rendezvous
     nvlink.why_not_kernels = lambda experts: ""
     opening.dist.get_backend = lambda group: "nccl"
-    api.connect_rail, hosts.check_backend = rail_of, lambda *_: None
+    api.connect_rail, opening.check_backend = rail_of, lambda *_: None
     torch.cuda.device = lambda device: nullcontext()
     few.MOST_ROWS = -1
     nvlink.RANKED = nvlink.PIECE // 4  # as in conftest.py, in this process

@@ -28,19 +28,22 @@ from envoi.ops.moe.op import (
 )
 from envoi.ops.moe.parallel.collectives import gather_texts
 from envoi.ops.moe.parallel.exchange import Exchange, OnDevice, Owner, Rows, Team, domain_of, run_layer
-from envoi.ops.moe.parallel.hosts import HOSTNAME, agree_on_hosts, connect_hosts, connect_rail
 from envoi.ops.moe.parallel.load import Load, empty_history, load_of
 from envoi.ops.moe.parallel.memory import open_exchange
 from envoi.ops.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
     EXCHANGES,
+    HOSTNAME,
     OPENING,
+    agree_on_hosts,
     agree_on_kernels,
     agree_on_sizes,
     check_options,
     check_out,
     check_sizes,
     complaint,
+    connect_hosts,
+    connect_rail,
     device_and_timeout,
     name_object,
     open_channel,

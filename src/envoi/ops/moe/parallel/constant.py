@@ -21,9 +21,8 @@ from envoi.ops.moe.op import check_ids
 from envoi.ops.moe.parallel.collectives import Channel, exchange_equal, gather_tensors, gather_texts
 from envoi.ops.moe.parallel.counted import SentTokens, from_bytes, owners, run_local_experts, sort_by_expert, to_bytes
 from envoi.ops.moe.parallel.exchange import Rows, Team
-from envoi.ops.moe.parallel.hosts import Hosts
 from envoi.ops.moe.parallel.load import note
-from envoi.ops.moe.parallel.opening import complaint, raise_together
+from envoi.ops.moe.parallel.opening import Hosts, complaint, raise_together
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.reference import combine as sum_rows
 from envoi.ops.moe.reference import quantize_tokens
@@ -45,8 +44,6 @@ class Room:
 
 class Constant:
     """Exchange of constant sizes over gloo: see `exchange.Exchange`."""
-
-    owner = None
 
     def __init__(self, room: Room, name: str):
         """Exchange tokens of at most the room's sizes. name: of the exchange."""

@@ -34,9 +34,9 @@ from envoi.ops.moe.parallel.collectives import (
     gather_texts,
 )
 from envoi.ops.moe.parallel.exchange import Rows, Team
-from envoi.ops.moe.parallel.failure import HostMarks, oversee_queue
 from envoi.ops.moe.parallel.load import note
 from envoi.ops.moe.parallel.opening import complaint, raise_together, same_everywhere
+from envoi.ops.moe.parallel.oversee import HostMarks, oversee_queue
 from envoi.ops.moe.permute import combine_rows
 from envoi.ops.moe.reference import combine as sum_rows
 from envoi.ops.moe.reference import quantize_tokens, take_rows
@@ -185,7 +185,7 @@ def agree(
 class Counted:
     """Exchange of as many rows as there are, between all ranks alike: see `exchange.Exchange`."""
 
-    name, presum, owner = "counted", False, None
+    name, presum = "counted", False
 
     def __init__(self, channel: Channel):
         """Let hosts wait for peers that compile, and end collectives that wait for a lost one, where NCCL sends."""

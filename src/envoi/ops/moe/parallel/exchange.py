@@ -72,14 +72,17 @@ class Rows(NamedTuple):
 class Exchange(Protocol):
     """What an `ExpertParallel` asks of an exchange. All but `check` are collective.
 
-    name, presum: as the object's attributes. lock: held during a call. owner: memory that the device uses; None where
-    the host takes part.
+    name, presum: as the object's attributes. lock: held during a call.
     """
 
-    name: str
-    presum: bool
-    lock: Any
-    owner: Owner | None
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def presum(self) -> bool: ...  # noqa: D102
+
+    @property
+    def lock(self) -> Any: ...  # noqa: D102
 
     def dispatch(
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str

@@ -1,29 +1,24 @@
 """Lost and late ranks: each wait for a peer is bounded, and ends on every rank with an error that names who is missing.
 
-Watch          waits for collectives with a deadline, and calls the roll, through the store, when it is over
-oversee        a thread that does so where no host waits: the device counts the points that calls pass, in memory
-               that both see, also when a graph replays them (`rail_kernels.mark_kernel`)
-oversee_queue  the same for collectives that a host has queued: the device may hold it before it waits
+    join, connect, wait, wait_for_first, queue and finish     bounded waits of a `Watch`
+    fail                                                      alarm for all, roll call through the store, PeerTimeout
+
+Where no host waits, a thread does: see `oversee`.
 """
 
-import atexit
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from envoi.ops.moe.parallel.store import (
-    ANSWER_S,
     Compiler,
     Connection,
     Lookout,
@@ -32,27 +27,18 @@ from envoi.ops.moe.parallel.store import (
     in_thread,
     run_bounded,
 )
-from envoi.runtime.wake import Wake
 
 T = TypeVar("T")
 
 _SPIN_S = 3e-4  # for how long a wait looks without a pause: most collectives of counts are over by then
 LOOK_S = 0.2  # interval at which a waiting rank looks at what others say
-INTERVAL_S = 0.02  # at which a thread that oversees looks for progress
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
 CONNECT_S = 30.0  # the least that a library has to connect ranks, which takes seconds on busy or many hosts
 MOST_S = 600.0  # the most that a wait is longer for ranks that compile
-FINISH_S = 5.0  # the most that the end of the process waits for the threads
 NOBODY = 1 << 62  # number that no rank has reached, for a wait that idle ranks have no part in
 DONE_S = math.inf  # seconds of waiting that a rank states which is done with what others wait for
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
-BEGUN, GATHERED, DONE, LOST = range(4)  # entries of the counts; LOST: set by the host, 1 if a rank is missing
-STEPS = {GATHERED: "dispatch", DONE: "combine"}  # the step that a call is in until it passes a point
-NUMBERS = 256  # of collectives, after which they begin anew: more than are queued at a time
-
-_stops: "weakref.WeakKeyDictionary[threading.Thread, Wake]" = weakref.WeakKeyDictionary()
-_adding = threading.Lock()
 
 
 class PeerTimeout(RuntimeError):  # noqa: N818
@@ -151,7 +137,7 @@ class Watch:
         self.ranks_by_store: list[int] = []
         self.end: Callable[[], object] = lambda: None  # begins to end collectives that wait for a lost peer
         self.broken: Callable[[], str] = lambda: ""  # says why collectives failed, though they count as complete
-        self.marks: HostMarks | None = None  # of what is queued
+        self.marks: Any = None  # of what is queued
         self.lookout = Lookout(connection, name, [])
         self.count = 0  # of collectives that were queued
         self._failing = threading.Lock()
@@ -420,130 +406,6 @@ class Watch:
         parts = {rank: text.partition(" ") for rank, text in said.items()}
         waited = {rank: float(seconds) for rank, (seconds, _, _) in parts.items()}
         return waited, {rank: why for rank, (_, _, why) in parts.items() if why}
-
-
-@dataclass(frozen=True)
-class HostMarks:
-    """Marks in memory of the host, which is read without the driver: that may wait for the device, and Python with it.
-
-    numbers [NUMBERS] int32 on the device: 0, 1 .., never written. noted [NUMBERS] int32, pinned: the device writes it,
-    any thread reads it, nobody resets it. The place of collective n is n % NUMBERS, and holds n // NUMBERS, modulo
-    NUMBERS, of the last one that is done there; each has its own, since those of several streams come in any order.
-    """
-
-    numbers: torch.Tensor
-    noted: torch.Tensor
-
-    @staticmethod
-    def on(device: torch.device) -> "HostMarks":
-        """Make marks of none yet."""
-        pinned = device.type == "cuda"
-        noted = torch.full((NUMBERS,), NUMBERS - 1, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        return HostMarks(torch.arange(NUMBERS, dtype=torch.int32, device=device), noted)
-
-    def mark(self, number: int) -> None:
-        """Queue that the device notes this number."""
-        times, place = divmod(number, NUMBERS)
-        times %= NUMBERS
-        self.noted[place : place + 1].copy_(self.numbers[times : times + 1], non_blocking=True)
-
-    def is_past(self, number: int) -> bool:
-        """Tell whether the device has noted this number."""
-        times, place = divmod(number, NUMBERS)
-        return (int(self.noted[place]) - times) % NUMBERS < NUMBERS // 2
-
-
-def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[], object]) -> None:
-    """Watch over calls until `owner` is gone or a rank is missing: then set watch.failure and counts[LOST], call end.
-
-    counts [4] int32: in memory that the host reads without waiting. end: ends collectives that wait for a peer.
-    """
-
-    def point() -> Point:
-        begun, gathered, done = counts.tolist()[:LOST]
-        step = None if begun == done else STEPS[GATHERED if gathered != begun else DONE]
-        return Point((begun, gathered, done), step, begun, done)
-
-    def then() -> None:
-        counts[LOST] = 1
-        end()
-
-    stop = Wake()
-    weakref.finalize(owner, stop.set)
-    in_background(
-        partial(_oversee, lambda: watch, lambda _: point(), Lookout(watch.connection, watch.name, []), then, stop), stop
-    )
-
-
-def oversee_queue(watch: Watch, marks: Any, end: Callable[[], object]) -> None:
-    """Watch over collectives that a host has queued, until `watch` is gone or a rank is missing: then let it fail.
-
-    marks: `HostMarks`. end: ends collectives that wait for a peer; has a thread of its own: NCCL takes a second for it.
-    """
-    watch.marks, watch.end = marks, partial(in_background, end)
-    stop = Wake()
-    in_background(partial(_oversee, weakref.ref(watch), Watch.point, watch.new_lookout(), None, stop), stop)
-
-
-def _oversee(
-    owner: Callable[[], Watch | None], point_of: Callable[[Watch], Point], lookout: Lookout,
-    then: Callable[[], object] | None, stop: Wake,
-) -> None:  # fmt: skip
-    mark, since, look, has_store = None, time.monotonic(), 0.0, True
-    while not stop.wait(INTERVAL_S):
-        watch = owner()
-        if watch is None or (then is None and watch.failure is not None):
-            return
-        point, now = point_of(watch), time.monotonic()
-        if point.mark != mark:
-            mark, since, look = point.mark, point.began or now, now + LOOK_S
-        elif point.step is not None or (has_store and watch.may_be_asked(now - since)):
-            try:
-                if now > look:
-                    look = now + LOOK_S
-                    lookout.look(ANSWER_S)
-            except RuntimeError:  # the store is gone, and with it a rank; an idle one has nobody to answer
-                has_store = False
-            # An idle rank that has not begun what others wait for is the late one.
-            is_over = lookout.alarm is not None and (point.step is not None or point.done >= lookout.alarm)
-            late_s = now - since - watch.patience_s
-            if point.step is not None:
-                is_over |= not has_store or late_s > MOST_S or (late_s > 0 and not lookout.compiles())
-            if is_over:
-                step, waited_s = (STEPS[DONE], DONE_S) if point.step is None else (point.step, now - since)
-                with suppress(PeerTimeout):
-                    watch.fail(step, TimeoutError(step), waited_s, number=point.number)
-                if then is not None:
-                    then()
-                return
-        del watch  # which ends where nobody else has it
-
-
-def in_background(target: Callable[[], object], stop: Wake | None = None) -> None:
-    """Run a function in a thread that the end of the process waits for, after it has set `stop`."""
-    thread = threading.Thread(target=target, name="envoi-progress", daemon=True)
-    with _adding:
-        _stops[thread] = stop or Wake()
-    thread.start()
-    _stop_at_exit()
-
-
-@cache
-def _stop_at_exit() -> None:
-    atexit.register(_finish)
-
-
-def _finish() -> None:
-    # Collectives that are being ended while the process shuts down would end it by a signal.
-    until = time.monotonic() + FINISH_S
-    while time.monotonic() < until:
-        with _adding:  # a thread that stops may have started another
-            stops = {thread: stop for thread, stop in _stops.items() if thread.is_alive()}
-        if not stops:
-            return
-        for stop in stops.values():
-            stop.set()
-        next(iter(stops)).join(0.02)
 
 
 def line_of(error: Exception) -> str:

@@ -18,8 +18,7 @@ from envoi.ops.moe.parallel.collectives import connect_ranks, gather_texts
 from envoi.ops.moe.parallel.constant import Constant, Room
 from envoi.ops.moe.parallel.counted import Counted
 from envoi.ops.moe.parallel.exchange import Exchange, OnDevice, Owner, Team
-from envoi.ops.moe.parallel.hosts import Grid, Hosts
-from envoi.ops.moe.parallel.opening import OPENING, Wanted, first_error
+from envoi.ops.moe.parallel.opening import OPENING, Grid, Hosts, Wanted, first_error
 from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights

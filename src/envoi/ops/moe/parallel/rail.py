@@ -11,7 +11,7 @@ Where every rank counts as a host, the rail is the whole group, and the domain w
 Buffers are reused by the next call as there: a peer writes into this rank's memory only after this rank has announced
 its next call, which the stream runs after its last read. Both collectives have constant sizes and are queued on the
 stream like the kernels: graphs hold a call; its host reads no size. The device counts the points that calls pass, and a
-thread of the host watches them: see `failure`.
+thread of the host watches them: see `oversee`.
 """
 
 import ctypes
@@ -25,9 +25,10 @@ import torch
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.parallel import nvlink
 from envoi.ops.moe.parallel.collectives import backend_of, end_collectives, queued_exchange, queued_gather
-from envoi.ops.moe.parallel.failure import BEGUN, DONE, GATHERED, Watch, oversee
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.failure import Watch
 from envoi.ops.moe.parallel.nvlink import combine_barrier, sum_arguments
+from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.oversee import BEGUN, DONE, GATHERED, oversee
 from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, SharedLayout, allocate, allocate_bytes
 from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.math import next_power_of_2

@@ -22,7 +22,7 @@ from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_
 ERROR_CODE: tl.constexpr = tl.constexpr(5)  # the entry of the head that says why a rank's arguments are refused
 CALL: tl.constexpr = tl.constexpr(6)  # the entry of the head that says in which call the parcel was packed
 CALL_COLUMNS: tl.constexpr = tl.constexpr(rail.CALL_COLUMNS)
-BEGUN: tl.constexpr = tl.constexpr(0)  # entries of counts: see `failure`
+BEGUN: tl.constexpr = tl.constexpr(0)  # entries of counts: see `oversee`
 HOST_LOST: tl.constexpr = tl.constexpr(3)
 PACKED: tl.constexpr = tl.constexpr(1024)  # slots that a program packs
 HOST_SHIFT: tl.constexpr = tl.constexpr(8)  # an error code says above these bits on which host the rank is, from 1 on

@@ -15,7 +15,7 @@ from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.parallel import exchange, nvlink
 from envoi.ops.moe.parallel.collectives import Channel, gather_texts
 from envoi.ops.moe.parallel.exchange import Owner
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.permute import combine_rows, empty_rows
