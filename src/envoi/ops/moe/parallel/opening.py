@@ -352,7 +352,7 @@ def check_machines(hosts: list[str], machines: list[str]) -> None:
             )
 
 
-def connect_hosts(channel: Channel, names: list[str], name: str, timeout_s: float) -> Hosts:
+def connect_hosts(channel: Channel, names: Sequence[str], name: str, timeout_s: float) -> Hosts:
     """Connect this rank to its rail and to its host, over gloo. Collective; raises PeerTimeout."""
     grid, mine = Grid.of(names), channel.rank
     if len(grid.grid) == 1:

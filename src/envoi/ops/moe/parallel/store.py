@@ -44,7 +44,8 @@ class Connection:
 
     def __init__(self, store: Store):
         """Connect to the server of `store`, in the thread."""
-        self.is_silent, self.compiler = False, None
+        self.is_silent = False
+        self.compiler: Compiler | None = None
         self._requests: queue.SimpleQueue = queue.SimpleQueue()
         self._requests.put(store)
         threading.Thread(target=_serve, args=(self._requests,), name="envoi-store", daemon=True).start()
