@@ -25,9 +25,11 @@ from bench.suites.inputs import num_bytes as num_bytes_of
 from bench.suites.peers import deep_gemm_moe
 from bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
 from bench.trial import Bench, Trial, sample_rows, time_baselines, time_rounds
+from envoi.estimates.exchange import gathering_pays, link_of
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.packing import READ_AS_STORED
-from envoi.ops.moe.parallel import ExpertParallel, hosts_device
+from envoi.ops.moe.parallel import ExpertParallel
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
 from envoi.tune.inputs import generator, relative_error
@@ -100,7 +102,7 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         candidates["as_busy"] = lambda: _time_ranks(bench, busy, lambda: busy.moe(even.tokens, even.routing))
     if shape.transport and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
-        counted = _OverCollectives(layer.packed, timeout_s=60)
+        counted = ExpertParallel(layer.packed, timeout_s=60, exchange="counted")
         candidates["counted"] = lambda: bench.clock.ranks(lambda: counted.moe(layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
     timing = _time_ranks(bench, parallel, ours)
@@ -125,24 +127,27 @@ def _time_ranks(bench: Bench, parallel: ExpertParallel, run: Run) -> Timing:
     return bench.clock.ranks(run if parallel.exchange == "counted" else bench.clock.graph(run))
 
 
-class _OverCollectives(ExpertParallel):
-    """ExpertParallel as on ranks that can't reach each other's memory."""
-
-    def _open_domain(self, *_: object) -> tuple[None, str]:
-        return None, "left unused"
-
-
 def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
     """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
     sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
     if not shape.transport:
         return ExpertParallel(layer.packed, **sizes)
     if shape.transport == "over nccl":
-        return _OverCollectives(layer.packed, **sizes, presum=shape.presum)
+        return ExpertParallel(layer.packed, **sizes, exchange=_over_nccl(shape, layer, num_ranks))
     if num_ranks % 2:
         raise ValueError(f"--nproc-per-node: expected an even number for two hosts, got {num_ranks}")
     hosts = [str(2 * rank // num_ranks) for rank in range(num_ranks)]
-    return ExpertParallel(layer.packed, **sizes, presum=shape.presum, hosts=hosts)
+    return ExpertParallel(layer.packed, **sizes, exchange="hosts+sums" if shape.presum else "hosts", hosts=hosts)
+
+
+def _over_nccl(shape: MoeShape, layer: Layer, num_ranks: int) -> str:
+    """Return the exchange that ranks which can't reach each other's memory would choose."""
+    packed, k, most = layer.packed, shape.num_topk, shape.num_tokens
+    layout = SharedLayout(num_ranks, packed.num_local_experts * num_ranks, most, k, packed.hidden, packed.format)
+    link = link_of("nccl", True)
+    if not gathering_pays(link, num_ranks, most, k, packed.hidden, layout.token_bytes, bool(shape.presum)):
+        return "counted"
+    return "gathered+sums" if shape.presum else "gathered"
 
 
 def how_tokens_travel(shape: MoeShape, parallel: ExpertParallel) -> dict[str, str | float]:
@@ -150,8 +155,9 @@ def how_tokens_travel(shape: MoeShape, parallel: ExpertParallel) -> dict[str, st
     if not shape.transport:
         return {}
     details: dict[str, str | float] = {"exchange": parallel.exchange, "transport": parallel.transport}
-    if isinstance(parallel.buffers, hosts_device.Buffers):
-        details["sent_to_other_hosts_bytes"] = sum(parallel.buffers.layout.bytes_between_hosts)
+    rail = getattr(parallel._exchange, "rail", None)
+    if parallel.exchange == "hosts" and rail is not None:
+        details["sent_to_other_hosts_bytes"] = sum(rail.layout.bytes_between_hosts)
     return details
 
 

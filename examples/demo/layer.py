@@ -18,15 +18,12 @@ from envoi.ops.moe import reference
 from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.op import flatten, unflatten
-from envoi.ops.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
-from envoi.ops.moe.parallel import combine as nvlink_combine
-from envoi.ops.moe.parallel import dispatch as nvlink_dispatch
+from envoi.ops.moe.parallel import Dispatched, ExpertParallel
 from envoi.ops.moe.parallel.load import Load
-from envoi.ops.moe.parallel.slots import SentTokens, owners
 from envoi.ops.moe.permute import RowMap, combine_rows, gather_rows, sort_slots
 from envoi.ops.moe.router import route
 from envoi.quant.formats import format_named
-from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+from envoi.types import ExpertRows, ExpertWeights, Matrix, QuantTensor, Routing
 
 REPEATS = 5
 
@@ -151,8 +148,8 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float], Load]:
-    # Without presum: only then the bits are those of one rank.
-    parallel = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k, presum=False)
+    # Without sums: only then the bits are those of one rank.
+    parallel = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k, exchange="rows")
     times: dict[str, list[float]] = {}
     for _ in range(REPEATS):
         _run_stages(layer, parallel, _Stages(layer.tokens.device, times))
@@ -161,45 +158,17 @@ def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, fl
 
 
 def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> None:
-    channel, domain = parallel.channel, parallel.domain
     routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
-    ids, weights = routing.topk_ids, routing.topk_weights
-    if domain is not None:
-        stage("dispatch", lambda: nvlink_dispatch.dispatch(domain, layer.tokens, weights, ids))
-        rows = stage("experts", lambda: nvlink.run_local_experts(domain, layer.experts, ids.numel()))
-        stage("combine", lambda: nvlink_combine.combine(domain, rows, ids))
-        return
-    buffers = parallel.buffers
-    if isinstance(buffers, gathered_device.Buffers):
-        stage("dispatch", lambda: gathered_device.dispatch(buffers, layer.tokens, weights, ids))
-        rows = stage("experts", lambda: nvlink.run_local_experts(buffers.domain, layer.experts, ids.numel()))
-        stage("combine", lambda: gathered_device.combine(buffers, rows, ids))
-        return
-    if parallel.room is not None:
-        _run_gathered(layer, parallel.room, routing, stage)
-        return
-    numbers = counted.agree(channel, ids, parallel.expert_offsets, parallel.rank_ends)
-    owner = owners(ids, parallel.rank_ends)
-    mine = parallel.expert_offsets[channel.rank], parallel.expert_offsets[channel.rank + 1]
-
-    def dispatched() -> counted.Received:
-        sent = SentTokens(reference.quantize_tokens(layer.tokens, layer.experts.format), ids, weights)
-        return counted.dispatch(sent, owner, numbers, mine, channel)
-
-    received = stage("dispatch", dispatched)
-    rows_out = stage("experts", lambda: counted.run_local_experts(received.rows, layer.experts))
-    stage("combine", lambda: counted.combine(rows_out[received.back], owner, numbers, channel))
-    channel.watch.finish()
+    sent = stage("dispatch", lambda: parallel.dispatch(layer.tokens, routing.topk_ids, routing.topk_weights))
+    rows = stage("experts", lambda: _run_experts(sent, layer.experts))
+    stage("combine", lambda: parallel.combine(rows, sent))
 
 
-def _run_gathered(layer: Layer, room: gathered.Room, routing: Routing, stage: "_Stages") -> None:
-    ids, weights = routing.topk_ids, routing.topk_weights
-    rows = stage(
-        "dispatch",
-        lambda: gathered.dispatch(room, gathered.pack_tokens(room.layout, layer.tokens, weights, ids)),
-    )
-    rows_out = stage("experts", lambda: counted.run_local_experts(rows, layer.experts))
-    stage("combine", lambda: gathered.combine(room, rows_out, rows.pos_to_slot, ids))
+def _run_experts(sent: Dispatched, experts: ExpertWeights) -> torch.Tensor:
+    if has_kernels(sent.offsets.device):
+        return run_experts(sent.rows, sent.topk_weights, sent.offsets, experts)
+    slots = torch.arange(len(sent.topk_weights), dtype=torch.int32)
+    return reference.expert_mlp(ExpertRows(sent.rows, sent.offsets, slots, sent.topk_weights), experts)
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, float]:

@@ -186,9 +186,9 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_trace(args: argparse.Namespace) -> int:
-    from envoi.ops.moe.parallel import trace_command
+    from envoi.ops.moe.parallel import command
 
-    return trace_command.run(args)
+    return command.trace(args)
 
 
 def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:

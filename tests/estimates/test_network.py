@@ -9,8 +9,7 @@ import torch
 from envoi import cli
 from envoi.estimates import MoeLayer, estimate
 from envoi.estimates.network import Network, bytes_between_hosts
-from envoi.ops.moe.parallel.gathered_device import GatheredLayout
-from envoi.ops.moe.parallel.hosts_device import HostsLayout
+from envoi.ops.moe.parallel.rail import HostsLayout
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 
 ARGUMENTS = "--hidden 4096 --inter 2048 --experts 256 --topk 6 --tokens 512 --gpus 4 --format fp8_block128"
@@ -30,8 +29,8 @@ def test_bytes_are_those_of_the_buffers(format, num_hosts, num_ranks, presum):
     found = bytes_between_hosts(layer, 512, presum)
     sent = HostsLayout(SharedLayout(*sizes, presum), num_hosts).bytes_between_hosts
     assert found.by_host == pytest.approx(sent, rel=0.01)
-    flat, elsewhere = GatheredLayout(*sizes, False, 0), (num_hosts - 1) * num_ranks
-    segments, parts = elsewhere * flat.segment_bytes, elsewhere * 2 * flat.part_columns
+    flat, elsewhere = HostsLayout(SharedLayout(*sizes), layer.num_gpus), (num_hosts - 1) * num_ranks
+    segments, parts = elsewhere * flat.parcel.end, elsewhere * 2 * flat.part_columns
     assert found.gathered == pytest.approx((segments, parts), rel=0.015)
     assert sum(found.by_host) <= sum(found.gathered) / num_ranks * 1.001
 

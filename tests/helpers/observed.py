@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from envoi.ops.gemm import backend, by_torch
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import permute
-from envoi.ops.moe.parallel import queued, symmetric_memory
+from envoi.ops.moe.parallel import rail, symmetric_memory
 from envoi.runtime import custom_op, devices, launch, program, workspace
 from envoi.runtime.devices import Target
 from envoi.runtime.program import FIXED, INPUT, KEPT, OUTPUT, SCRATCH, SCRATCH_ALIGNMENT, Place, extent_bytes
@@ -149,7 +149,7 @@ def standing_for_gpu(target: Target) -> Iterator[None]:
             patch.setattr(module, "casts_e4m3", casts)
         patch.setattr(workspace, "_kept", kept)
         patch.setattr(workspace, "constant", constant)
-        patch.setattr(queued, "take_step", take_step)
+        patch.setattr(rail, "take_step", take_step)
         patch.setattr(launch, "run", run)
         patch.setattr(custom_op, "watched", lambda: False)
         # A GPU's host reads no values.

@@ -17,12 +17,14 @@ from envoi.epilogues.activation import written
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import warm_up
 from envoi.ops.moe.op import IDS, WEIGHTS
-from envoi.ops.moe.parallel import counted, gathered_device, hosts_device, nvlink
+from envoi.ops.moe.parallel import counted, exchange, nvlink
 from envoi.ops.moe.parallel.command import experts_without_memory
-from envoi.ops.moe.parallel.hosts import Grid
-from envoi.ops.moe.parallel.slots import SentTokens, sort_by_expert, sum_slots
+from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
+from envoi.ops.moe.parallel.exchange import compiled_form
+from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
-from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form
+from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
 from envoi.runtime import devices, launch, planned_kernels, triton_compat, workers
@@ -163,27 +165,18 @@ def test_arguments_of_any_form_are_brought_into_the_one_that_is_compiled_for():
 
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))
 @pytest.mark.parametrize("presum", [False, True])
-@pytest.mark.parametrize("hosts", [(), tuple("aabb"), tuple("abcd")], ids=["gathered", "pairs", "alone"])
+@pytest.mark.parametrize("hosts", [tuple("aabb"), tuple("abcd")], ids=["pairs", "alone"])
 def test_no_call_around_collectives_does(launched, format, presum, hosts):
     draw = random.Random(f"{format} {presum} {hosts}")
     layer, k = drawn_layer(draw, format, experts=8)
     most, rank, ends = draw.randint(1, 200), draw.randint(0, 3), [0, 2, 4, 6, 8]
     layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum)
     experts, cpu = layer.pack(format, ends[rank], ends[rank + 1]), torch.device("cpu")
-    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), not hosts, hosts)
+    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts)
     known = compiled([call], most, least=0)
-    if hosts:
-        grid = Grid.of(hosts)
-        sizes = hosts_device.HostsLayout(layout, grid.num_hosts), grid, rank, ends, 10.0, cpu
-        by_host = hosts_device.open_buffers(*sizes, shared=False)
-        launched_by(
-            launched, known, most, k, lambda *given: hosts_device.run_layer(by_host, *given, experts), layout.hidden
-        )
-    else:
-        buffers = gathered_device.open_buffers(layout, rank, ends, 10.0, cpu)
-        launched_by(
-            launched, known, most, k, lambda *given: gathered_device.run_layer(buffers, *given, experts), layout.hidden
-        )
+    grid = Grid.of(hosts)
+    owner = open_rail(HostsLayout(layout, grid.num_hosts), grid, rank, ends, 10.0, cpu, shared=False)
+    launched_by(launched, known, most, k, lambda *given: exchange.run_layer(owner, *given, experts), layout.hidden)
 
 
 @pytest.mark.parametrize("format", FORMATS)

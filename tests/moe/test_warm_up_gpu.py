@@ -7,7 +7,7 @@ import torch
 from triton import knobs
 
 import envoi
-from envoi.ops.moe.parallel import ExpertParallel, api
+from envoi.ops.moe.parallel import ExpertParallel
 from envoi.runtime import launch, shortcuts
 from envoi.runtime.prepared import calls
 from envoi.types import Routing
@@ -69,12 +69,9 @@ def test_few_tokens_are_prepared(monkeypatch):
 
 def warm_ranks(rank: int, num_ranks: int, way: str) -> tuple[int, list[str]]:
     layer = make(tokens=1, experts=8, k=3, hidden=512)
-    if way != "memory":
-        api.ExpertParallel._open_domain = lambda *_: (None, "turned off by a test")
-    api.gathering_pays = lambda *_: way == "gathered"
-    hosts = ["a", "b"] if way == "hosts" else None
+    options = {"exchange": "auto" if way == "memory" else way, "hosts": ["a", "b"] if way == "hosts" else None}
     experts = layer.pack("fp8_row", 4 * rank, 4 * rank + 4).to("cuda")
-    parallel = ExpertParallel(experts, max_tokens=200, num_topk=3, hosts=hosts)
+    parallel = ExpertParallel(experts, max_tokens=200, num_topk=3, **options)
     assert parallel.exchange == way, parallel.why
     count = parallel.warm_up()
     known = [] if parallel._calls is None else parallel._calls.known.values()

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import envoi
-from envoi.ops.moe.parallel import api, counted, dispatch, gathered, gathered_device, hosts_device, nvlink
+from envoi.ops.moe.parallel import constant, counted, nvlink, rail
 from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import Outcome, own_device, run_ranks, share_gpus
@@ -43,20 +43,19 @@ KINDS = ("killed", "stopped", "late")
 # Where each step of a call begins, by the object's exchange: its caller's name for it.
 STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     "memory": {
-        "dispatch": (dispatch, "send_routing"), "pull": (dispatch, "pull_rows"),
+        "dispatch": (nvlink, "send_routing"), "pull": (nvlink, "pull_rows"),
         "experts": (nvlink, "run_local_experts"), "combine": (nvlink, "combine"),
     },
     "gathered": {
-        "dispatch": (gathered_device.Buffers, "gather"), "experts": (gathered_device, "run_local_experts"),
-        "combine": (gathered_device.Buffers, "exchange"),
+        "dispatch": (rail.Rail, "gather"), "experts": (nvlink, "run_local_experts"), "combine": (rail.Rail, "exchange"),
     },
     "hosts": {
-        "dispatch": (hosts_device.Buffers, "gather"), "announce": (hosts_device, "announce"),
-        "experts": (hosts_device, "run_local_experts"), "combine": (hosts_device.Buffers, "exchange"),
+        "dispatch": (rail.Rail, "gather"), "announce": (rail, "send_routing"),
+        "experts": (nvlink, "run_local_experts"), "combine": (rail.Rail, "exchange"),
     },
     "gathered by gloo": {
-        "dispatch": (gathered, "gather_tensors"), "experts": (gathered, "run_local_experts"),
-        "combine": (gathered, "combine"),
+        "dispatch": (constant, "gather_tensors"), "experts": (constant, "run_local_experts"),
+        "combine": (constant, "combine"),
     },
     "counted": {
         "counts": (counted, "gather_tensors"), "dispatch": (counted, "exchange_rows"),
@@ -150,23 +149,12 @@ def hook(setting: Setting) -> None:
     setattr(owner, name, then)
 
 
-def choose_exchange(setting: Setting) -> dict[str, int]:
-    """Have objects exchange tokens in this way; return the sizes that they are opened with."""
-    exchange = setting.exchange
-    if exchange not in ("memory", "hosts"):
-        refused: list[int] = []
-        supports = nvlink.why_not_kernels
-
-        def why_not_kernels(experts: Any) -> str:
-            """Refuse the memory, which is asked about first, but not the kernels around collectives."""
-            refused.append(1)
-            return "by choice" if len(refused) % 2 else supports(experts)
-
-        api.gathering_pays = lambda *_: exchange.startswith("gathered")
-        if exchange == "gathered":
-            api.nvlink.why_not_kernels = why_not_kernels
+def options_of(setting: Setting) -> dict[str, Any]:
+    """Return the options with which objects exchange tokens in this way."""
+    name = setting.exchange.removesuffix(" by gloo")
     most = MANY_TOKENS if setting.fault == "out of memory" else LAYER["tokens"]
-    return {} if exchange == "counted" else {"max_tokens": most, "num_topk": LAYER["k"]}
+    sizes = {} if name == "counted" else {"max_tokens": most, "num_topk": LAYER["k"]}
+    return sizes | {"exchange": "rows" if name == "memory" else name}
 
 
 @dataclass
@@ -202,7 +190,7 @@ class Work:
         # Two hosts; after a rank is lost, one for each that is left, unless it is alone.
         names = [str(2 * place // count) if count % 2 == 0 else str(place) for place in range(count)]
         parallel = envoi.ExpertParallel(
-            mine, group, timeout_s=self.setting.timeout_s, presum=False if self.sizes else None, **self.sizes,
+            mine, group, timeout_s=self.setting.timeout_s, **self.sizes,
             hosts=names if self.setting.exchange == "hosts" else None,
         )  # fmt: skip
         return parallel, inputs, want
@@ -232,7 +220,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     """Let the fault happen to the victim; return what this rank was told."""
     device = own_device(setting.device)
     shortcuts.PREPARED = setting.stage in ("call", "replay")  # a prepared call has no steps
-    work = Work(setting, choose_exchange(setting), rank, device)
+    work = Work(setting, options_of(setting), rank, device)
     everyone, is_victim = list(range(num_ranks)), rank == VICTIM
     told = Told()
     dist.barrier()

@@ -58,7 +58,7 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, draws: int, kind:
         experts = envoi.experts.pack(layer.gate_up[e0:e1].to(device), layer.down[e0:e1].to(device), format)
         most, k = max(1, len(layer.tokens)), r.topk_ids.shape[1]
         sizes: dict[str, Any] = {"max_tokens": most, "num_topk": k} if number % 4 or not may_count else {}
-        parallel = envoi.ExpertParallel(experts, timeout_s=60, presum=False, **sizes)
+        parallel = envoi.ExpertParallel(experts, timeout_s=60, exchange="rows", **sizes)
         routing = Routing(r.topk_weights[first:last].to(device), r.topk_ids[first:last].to(device), EXPERTS)
         outs.append(parallel.moe(layer.tokens[first:last].to(device), routing).cpu())
         parallel.check()

@@ -24,7 +24,6 @@ from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.indexer import fast
 from envoi.ops.indexer.select import orders_for
-from envoi.ops.moe.parallel import gathered_device
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS, quantize
 from envoi.runtime import launch
@@ -33,7 +32,6 @@ from envoi.types import ExpertWeights
 from tests.moe.layers import Layer, make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import to
-from tests.moe.parallel.interpreted.test_gathered import Ranks
 from tests.moe.parallel.interpreted.test_hosts import ranks_of
 from tests.promises import subjects
 from tests.promises.kernel_planted import diverging_kernel, outside_kernel, racing_kernel
@@ -187,12 +185,11 @@ def between_ranks(format: str) -> bool:
 
 def around_collectives(format: str) -> bool:
     """Run the kernels around collectives with three ranks in one process, whose collectives are copies."""
-    layer, ends, packed, want = _of_three_ranks(format)
+    layer, ends, _, want = _of_three_ranks(format)
     right = True
     for presum in (False, True):
-        layout = SharedLayout(3, 8, 60, 4, 256, format, presum)
-        opened = [gathered_device.open_buffers(layout, rank, ends, 1.0, DEVICE) for rank in range(3)]
-        got = torch.cat(Ranks(opened, packed, domains.split(layer, [20, 20, 60])).run())
+        sizes = {"max_tokens": 60, "expert_ends": ends[1:], "device": "cuda"}
+        got = torch.cat(ranks_of(layer, format, list("abc"), [20, 20, 60], presum, **sizes).run())
         right &= as_one_rank(got, want, presum)
     return right
 

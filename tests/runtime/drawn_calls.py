@@ -15,13 +15,10 @@ from envoi.epilogues.activation import ACTIVATIONS
 from envoi.ops.indexer import certificate, fast
 from envoi.ops.indexer import exact as exact_mode
 from envoi.ops.moe.op import tensors_of, widened
-from envoi.ops.moe.parallel import memory
-from envoi.ops.moe.parallel.gathered_device import open_buffers
-from envoi.ops.moe.parallel.hosts import Grid
-from envoi.ops.moe.parallel.hosts_device import HostsLayout
-from envoi.ops.moe.parallel.hosts_device import open_buffers as open_host_buffers
+from envoi.ops.moe.parallel.exchange import run_layer
+from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate, set_peers
-from envoi.ops.moe.parallel.warm_up import compiled_form
 from envoi.ops.moe.permute import quantize_rows
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.quant import scheme_named
@@ -246,12 +243,10 @@ def parallel(draw: Draw) -> Call:
     if way == "memory":
         owner: Any = allocate(layout, *sizes, shared=False)
         set_peers(owner, [owner.memory.data_ptr()] * ranks)
-    elif way == "gathered":
-        owner = open_buffers(layout, *sizes)
     else:
-        hosts = draw.one([size for size in (1, 2, 4) if ranks % size == 0])
+        hosts = ranks if way == "gathered" else draw.one([size for size in (1, 2, 4) if ranks % size == 0])
         names = [str(number // (ranks // hosts)) for number in range(ranks)]
-        owner = open_host_buffers(HostsLayout(layout, hosts), Grid.of(names), *sizes, shared=False)
+        owner = open_rail(HostsLayout(layout, hosts), Grid.of(names), *sizes, shared=False)
     M = draw.random.randint(0, most)
     tokens, history = empty(M, experts.hidden), (owner if way == "memory" else owner.domain).history
     plain = draw.chance(0.8)
@@ -266,7 +261,7 @@ def layer_of_rank(
     owner: Any, tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights, k: int
 ) -> torch.Tensor:  # fmt: skip
     """Launch a rank's layer, as `ExpertParallel.moe` does."""
-    return memory.run_layer(owner, *compiled_form(tokens, *widened(weights, ids), k), experts)
+    return run_layer(owner, tokens, *widened(weights, ids), experts)
 
 
 OPERATORS: dict[str, Callable[[Draw], Call]] = {

@@ -25,16 +25,12 @@ LAUNCHES = (
     ("pull-mxfp8", "in MXFP8", "mxfp4_mxfp8", "pull_kernel"),
     ("combine-barrier", "barrier across ranks after L2", "bf16", "combine_barrier_kernel"),
     ("sum", "sums over each token's slots", "bf16", "sum_kernel"),
+    ("send-rows", "rows of other experts to their tokens' ranks", "bf16", "send_rows_kernel"),
     ("send-partial-sums", "sums of a token's rows, sent to its rank", "bf16", "send_partial_sums_kernel"),
     ("sum-ranks", "sums of what the ranks sent for a token", "bf16", "sum_ranks_kernel"),
 )
-AROUND_COLLECTIVES = (
-    ("mark", "counts a point of a call around collectives", "bf16", "mark_kernel"),
-    ("settle", "rows of this rank from all ranks' sizes", "bf16", "settle_kernel"),
-    ("sum-received", "sums of rows from all ranks", "bf16", "sum_received_kernel"),
-    ("sum-received-sums", "of sums from all ranks", "bf16", "sum_received_kernel"),
-)
 BETWEEN_HOSTS = (
+    ("mark", "counts a point of a call around collectives", "bf16", "mark_kernel"),
     ("pack-slots", "slots of a rank into its parcel", "bf16", "pack_slots_kernel"),
     ("unpack-bf16", "parcels of all hosts into this rank's memory", "bf16", "unpack_kernel"),
     ("unpack-fp8-row", "in fp8_row", "fp8_row", "unpack_kernel"),
@@ -44,12 +40,12 @@ BETWEEN_HOSTS = (
     ("sum-hosts", "sums of rows from all hosts", "bf16", "sum_hosts_kernel"),
     ("sum-hosts-sums", "of sums from all hosts", "bf16", "sum_hosts_kernel"),
 )
-PRESUMMED = ("send-partial-sums", "sum-ranks", "sum-received-sums", "sum-hosts-sums")
-NVLINK, GATHERED, HOSTS = (
+PRESUMMED = ("send-partial-sums", "sum-ranks", "sum-hosts-sums")
+NVLINK, HOSTS = (
     tuple(
         case_of(f"ep-{name}", about, EVERY_ARCH, _layer(way, format, name in PRESUMMED), kernel)
         for name, about, format, kernel in launches
     )
-    for way, launches in (("memory", LAUNCHES), ("gathered", AROUND_COLLECTIVES), ("hosts", BETWEEN_HOSTS))
+    for way, launches in (("memory", LAUNCHES), ("hosts", BETWEEN_HOSTS))
 )
-KERNELS = NVLINK + GATHERED + HOSTS
+KERNELS = NVLINK + HOSTS

@@ -119,7 +119,7 @@ def _packed(
 class LayerOfRanks:
     """Rank 1's call of a layer whose experts are spread over ranks.
 
-    experts: the rank's. way: "memory", "gathered", or "hosts", of num_ranks / num_hosts ranks each.
+    experts: the rank's. way: "memory", or "hosts", of num_ranks / num_hosts ranks each.
     """
 
     experts: Layer
@@ -137,7 +137,6 @@ class LayerOfRanks:
         ends = tuple(range(0, num_experts + 1, layer.num_experts))
         hosts = tuple(str(rank * self.num_hosts // self.num_ranks) for rank in range(self.num_ranks))
         call = ParallelCall(
-            layout, layer.num_topk, 1, ends, TIMEOUT_S, layer.experts, self.way == "gathered",
-            hosts if self.way == "hosts" else (),
+            layout, layer.num_topk, 1, ends, TIMEOUT_S, layer.experts, hosts if self.way == "hosts" else (),
         )  # fmt: skip
         call(layer.num_tokens)

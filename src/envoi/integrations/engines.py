@@ -22,7 +22,7 @@ from envoi.ops.moe.warm_up import LayerCall, compile_calls, prepare
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.rehearsal import load_at
+from envoi.runtime.planned_kernels import load_at
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them

@@ -4,18 +4,26 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from envoi.runtime.wake import Wake
+
+class Listener(Protocol):
+    """Object that is told, in the thread that compiles."""
+
+    def set(self) -> None:
+        """Hear that a thread has begun or ended to compile."""
+        ...
+
 
 _lock = threading.Lock()
 _num_compiling = 0  # threads
-_listeners: "weakref.WeakSet[Wake]" = weakref.WeakSet()
+_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
-def listen(wake: Wake) -> None:
-    """Have this set when a thread begins to compile, as long as it lives: for those who tell others."""
+def listen(listener: Listener) -> None:
+    """Have this set when a thread begins or ends to compile, as long as it lives: for those who tell others."""
     with _lock:
-        _listeners.add(wake)
+        _listeners.add(listener)
 
 
 @contextmanager
@@ -36,7 +44,7 @@ def is_compiling() -> bool:
 def _add(number: int) -> None:
     global _num_compiling
     with _lock:
-        waiting = list(_listeners) if number > 0 else []
+        waiting = list(_listeners)
         _num_compiling += number
-    for wake in waiting:
-        wake.set()
+    for listener in waiting:
+        listener.set()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, hosts, opening
+from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, constant, counted, opening
+from envoi.ops.moe.parallel import opening as opening_hosts
 from envoi.ops.moe.router import route
 from envoi.runtime.compiling import compiling
 from envoi.types import Routing
@@ -52,9 +53,8 @@ def part_of(layer: Layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Rou
 
 def open_gathered(layer: Layer, format: str, rank: int, ends: list[int], device="cpu", **kwargs) -> ExpertParallel:
     """Open an object that gathers tokens, whatever their number."""
-    api.gathering_pays = lambda *_: True
-    parallel = open_parallel(layer, format, rank, ends, device, **kwargs)
-    assert parallel.exchange == ("hosts" if kwargs.get("hosts") else "gathered")
+    parallel = open_parallel(layer, format, rank, ends, device, **{"exchange": "gathered"} | kwargs)
+    assert parallel.exchange == "gathered"
     return parallel
 
 
@@ -125,7 +125,7 @@ def run_gathered(rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, 
     for case in cases:
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
         parallel = open_gathered(layer, case.format, rank, expert_ends, **sizes)
-        assert parallel.presum == sizes.get("presum", False)
+        assert parallel.presum == sizes.get("exchange", "").endswith("+sums")
         outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
         parallel.close()
     return outs
@@ -133,7 +133,7 @@ def run_gathered(rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, 
 
 def run_gathered_twice(rank: int, num_ranks: int, sizes: dict[str, Any]) -> list[list[tuple[str, int]]]:
     """Run a call of few tokens and one of many; return the collectives of each and the bytes that they send."""
-    layer, calls, gather, exchange = make(), [], gathered.gather_tensors, gathered.exchange_equal
+    layer, calls, gather, exchange = make(), [], constant.gather_tensors, constant.exchange_equal
     parallel = open_gathered(layer, "bf16", rank, [4, 8], **sizes)
 
     def note(collective):
@@ -143,7 +143,7 @@ def run_gathered_twice(rank: int, num_ranks: int, sizes: dict[str, Any]) -> list
 
         return run
 
-    gathered.gather_tensors, gathered.exchange_equal = note(gather), note(exchange)
+    constant.gather_tensors, constant.exchange_equal = note(gather), note(exchange)
     for ends in ([1, 2], [20, 60]):
         calls.append([])
         parallel.moe(*part_of(layer, rank, ends))
@@ -154,7 +154,7 @@ def run_by_host(
     rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[tuple[str, int]], int]:
     """Run cases by host; return outputs, the first case's collectives and the bytes they send, bytes of a token."""
-    outs, seen, gather, exchange = [], [], hosts.gather_tensors, hosts.exchange_equal
+    outs, seen, gather, exchange = [], [], constant.gather_tensors, constant.exchange_equal
 
     def note_gather(channel, mine, step):
         seen.append((step, mine.nbytes * (channel.num_ranks - 1)))
@@ -164,14 +164,14 @@ def run_by_host(
         seen.append((step, parts[0].nbytes * (channel.num_ranks - 1)))
         return exchange(channel, parts, step)
 
-    hosts.gather_tensors, hosts.exchange_equal = note_gather, note_exchange
+    constant.gather_tensors, constant.exchange_equal = note_gather, note_exchange
     for case in cases:
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
         parallel = open_parallel(layer, case.format, rank, expert_ends, **sizes)
-        assert (parallel.exchange, parallel.presum) == ("hosts", sizes.get("presum", False))
+        assert (parallel.exchange, parallel.presum) == ("hosts", sizes["exchange"] == "hosts+sums")
         outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
         first = seen[:4]
-    return outs, first, parallel.room.layout.token_bytes
+    return outs, first, parallel._exchange.room.layout.token_bytes
 
 
 def wrong_hosts(rank: int, num_ranks: int, tried: list[Any]) -> list[str]:
@@ -189,11 +189,9 @@ def wrong_hosts(rank: int, num_ranks: int, tried: list[Any]) -> list[str]:
 
 def uneven_hostnames(rank: int, num_ranks: int, sizes: dict[str, Any]) -> str:
     """Open by hostname where the last rank is on a host of its own; return the error."""
-    hosts.socket.gethostname = lambda: "first" if rank < num_ranks - 1 else "second"
+    opening_hosts.socket.gethostname = lambda: "first" if rank < num_ranks - 1 else "second"
     try:
-        open_parallel(
-            make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], hosts="hostname", **sizes
-        )
+        open_parallel(make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], **sizes)
     except ValueError as error:
         return str(error)
     return "opened"
@@ -271,7 +269,7 @@ def fault(
         if kind == "dies before":
             os._exit(3)
         if kind == "dies within":
-            counted.combine = gathered.combine = lambda *_: os._exit(3)
+            counted.combine = constant.combine = lambda *_: os._exit(3)
         if kind == "is late":
             hear([0, 2, 3], "gave up")
     try:

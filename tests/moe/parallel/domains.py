@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 
-from envoi.ops.moe.parallel import ExpertParallel, dispatch, gathered_device, hosts_device, nvlink
-from envoi.ops.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
-from envoi.ops.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel import ExpertParallel, nvlink, rail
+from envoi.ops.moe.parallel.exchange import OnDevice, Owner
+from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, combine_barrier, num_chunks, send_partial_sums, sum_rows
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
 from envoi.types import ExpertWeights, Routing
 from tests.moe.layers import Layer
@@ -24,28 +24,20 @@ def open_all(layout: SharedLayout, expert_offsets: list[int], device: str = "cpu
     return opened
 
 
-def gathered_alone(layout: SharedLayout) -> gathered_device.Buffers:
-    """Open buffers around collectives for a group of one rank, connected: what is sent comes back."""
-    experts = [0, layout.num_experts]
-    buffers = gathered_device.open_buffers(layout, 0, experts, 1.0, torch.device("cpu"))
-    buffers.exchanging = partial(buffers.received.copy_, buffers.sent)
-    return buffers
-
-
-def hosts_alone(layout: SharedLayout) -> hosts_device.Buffers:
+def hosts_alone(layout: SharedLayout) -> rail.Rail:
     """Open the buffers of one host with one rank, connected: what is sent comes back."""
-    sizes = hosts_device.HostsLayout(layout, 1), Grid.of(["a"]), 0, [0, layout.num_experts], 1.0, torch.device("cpu")
-    buffers = hosts_device.open_buffers(*sizes, shared=False)
+    sizes = rail.HostsLayout(layout, 1), Grid.of(["a"]), 0, [0, layout.num_experts], 1.0, torch.device("cpu")
+    buffers = rail.open_rail(*sizes, shared=False)
     set_peers(buffers.domain, [buffers.domain.memory.data_ptr()])
     buffers.exchanging = partial(buffers.received.copy_, buffers.sent)
     return buffers
 
 
-def use(parallel: ExpertParallel, owner: Domain | gathered_device.Buffers | hosts_device.Buffers) -> None:
+def use(parallel: ExpertParallel, owner: Owner) -> None:
     """Let an object take the path of this memory, as one over NVLink or NCCL does."""
-    domain = owner if isinstance(owner, Domain) else owner.domain
-    parallel.domain, parallel.buffers = (owner, None) if isinstance(owner, Domain) else (None, owner)
-    domain.watch, parallel._lock = parallel.channel.watch, domain.lock
+    parallel.exchange = "memory" if isinstance(owner, Domain) else "hosts"
+    parallel._exchange = exchange = OnDevice(parallel.exchange, owner, 0)
+    exchange.domain.watch, parallel._lock = parallel.channel.watch, exchange.lock
 
 
 def flags(domain: Domain) -> torch.Tensor:
@@ -65,7 +57,7 @@ def moe(
     """
     exchange_routing(domains, parts)
     for domain in domains:
-        dispatch.pull_rows(domain)
+        nvlink.pull_rows(domain)
     for number, domain in enumerate(domains):
         rows = domain.rows if experts is None else nvlink.run_local_experts(domain, experts[number], num_slots)
         if domain.layout.presum:
@@ -82,11 +74,11 @@ def exchange_routing(domains: list[Domain], parts: list[tuple[torch.Tensor, Rout
     """Run dispatch on every rank up to the order of its rows."""
     ranked = []
     for domain, (tokens, routing) in zip(domains, parts, strict=True):
-        ranked.append(dispatch.stage_tokens(domain, tokens, routing.topk_ids))
+        ranked.append(nvlink.stage_tokens(domain, tokens, routing.topk_ids))
     for turn in range(2):  # first only to send routing: a rank has everyone's only in the second turn
         for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
             flags(domain)[0] = num_chunks(domain.layout) if turn else 100 * MAX_CHUNKS
-            dispatch.send_routing(domain, routing.topk_ids, routing.topk_weights, mine)
+            nvlink.send_routing(domain, routing.topk_ids, routing.topk_weights, mine)
 
 
 def split(layer: Layer, token_ends: list[int]) -> list[tuple[torch.Tensor, Routing]]:

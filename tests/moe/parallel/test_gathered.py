@@ -36,7 +36,7 @@ def test_the_bits_of_one_rank(num_ranks):
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_rows_are_summed_on_their_ranks_with_presum(format):
     case = Case(format, {"masked": 0.3}, [20, 20, 60], [1, 5, 8])
-    outcomes = run_ranks(3, cases.run_gathered, [case], SIZES | {"presum": True})
+    outcomes = run_ranks(3, cases.run_gathered, [case], SIZES | {"exchange": "gathered+sums"})
     assert [outcome.text for outcome in outcomes] == [""] * 3
     layer, total = case.build(), torch.zeros(60, 256)
     for first, last in ((0, 1), (1, 5), (5, 8)):

@@ -1,32 +1,29 @@
 """ExpertParallel by two NCCL collectives of constant size, over all ranks or between hosts: the bits of one rank; many
 calls; prepared ones; a graph; faults in words.
 
-Ranks share NVLink here, so shared memory is turned off in the objects under test; by host, both halves of the ranks are
-given as two hosts, and share memory among themselves.
+Ranks share NVLink here, so objects are opened with the exchange that they are to have; by host, both halves of the
+ranks are given as two hosts, and share memory among themselves.
 """
 
 import os
 import time
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.launches import launch_kernel
 from envoi.ops.moe.parallel import (
     PeerTimeout,
-    api,
     counted,
-    gathered_device,
-    hosts_device,
-    memory,
-    queued,
+    nvlink,
+    rail,
     symmetric_memory,
 )
-from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
@@ -56,22 +53,18 @@ from tools.kernel_cases import moe_parallel as kernels
 __all__ = ["one_rank_as_many"]
 
 WAYS = ("gathered", "hosts")
-SIZES = ("num_ranks", "num_experts", "max_tokens", "num_topk", "hidden", "format")
 
 
 def num_ranks_here() -> int:
     return min(4, torch.cuda.device_count())
 
 
-def open_here(layer, format: str, rank: int, ends: list[int], gather: bool = True, **options):
-    """Open an object over NCCL, as on ranks that can't reach each other's memory."""
+def open_here(layer, format: str, rank: int, ends: list[int], **options):
+    """Open an object over NCCL."""
     torch.cuda.set_device(rank)
-    api.ExpertParallel._open_domain = lambda *_: (None, "turned off by a test")
-    api.gathering_pays = lambda *_: gather
     sizes = {"max_tokens": max(1, len(layer.tokens)), "num_topk": layer.routing.topk_ids.shape[1]}
     parallel = cases.open_parallel(layer, format, rank, ends, f"cuda:{rank}", **(sizes | options))
-    how = "hosts" if options.get("hosts") else "gathered" if gather else "counted"
-    assert (parallel.transport, parallel.exchange) == ("nccl", how), parallel.why
+    assert (parallel.transport, parallel.exchange) == ("nccl", options["exchange"].split("+")[0]), parallel.why
     return parallel
 
 
@@ -79,9 +72,10 @@ def halves(num_ranks: int) -> list[str]:
     return ["a" if rank < num_ranks // 2 else "b" for rank in range(num_ranks)]
 
 
-def by(way: str, num_ranks: int) -> dict:
+def by(way: str, num_ranks: int, presum: bool = False) -> dict:
     """Return the options of an object: "hosts" groups the ranks by host, in halves."""
-    return {"hosts": halves(num_ranks)} if way == "hosts" else {}
+    options = {"exchange": f"{way}+sums" if presum else way}
+    return options | {"hosts": halves(num_ranks)} if way == "hosts" else options
 
 
 def shares(num_ranks: int, total: int) -> list[int]:
@@ -90,11 +84,11 @@ def shares(num_ranks: int, total: int) -> list[int]:
 
 def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torch.Tensor]:
     outs = []
-    mixed = {"hosts": list("abba")} if way == "hosts" and num_ranks == 4 else by(way, num_ranks)
+    mixed = {"exchange": "hosts", "hosts": list("abba")} if way == "hosts" and num_ranks == 4 else by(way, num_ranks)
     for number, case in enumerate(tried):
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
         options = by(way, num_ranks) if number % 4 else mixed
-        parallel = open_here(layer, case.format, rank, expert_ends, way != "counted", **options)
+        parallel = open_here(layer, case.format, rank, expert_ends, **options)
         outs.append(parallel.moe(*inputs_of(layer, rank, token_ends)).cpu())
         parallel.check()
         dist.barrier()
@@ -124,7 +118,8 @@ def two_on_a_gpu(rank: int, num_ranks: int, tried: list[Case], presum: bool) -> 
     gloo, outs = dist.new_group(backend="gloo"), []  # NCCL connects no two ranks on one GPU; rails are on both
     for case in tried:
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
-        sizes = {"max_tokens": len(layer.tokens), "num_topk": layer.routing.topk_ids.shape[1], "presum": presum}
+        sizes = {"max_tokens": len(layer.tokens), "num_topk": layer.routing.topk_ids.shape[1]}
+        sizes["exchange"] = "hosts+sums" if presum else "hosts"
         parallel = cases.open_parallel(
             layer, case.format, rank, expert_ends, f"cuda:{place}", hosts=list("aabb"), timeout_s=60.0, **sizes
         )
@@ -170,7 +165,7 @@ def test_two_hosts_of_two_ranks(monkeypatch, presum):
 def presummed(rank: int, num_ranks: int, format: str, way: str) -> tuple[torch.Tensor, bool, bool]:
     """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
     layer = make(**LAYER)
-    parallel = open_here(layer, format, rank, shares(num_ranks, 8), presum=True, **by(way, num_ranks))
+    parallel = open_here(layer, format, rank, shares(num_ranks, 8), **by(way, num_ranks, True))
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     out = parallel.moe(*inputs)
     again = [torch.equal(parallel.moe(*inputs), out) for _ in range(40)]
@@ -259,8 +254,8 @@ def test_two_thousand_calls_and_a_graph(way):
 def prepared_bits(rank: int, num_ranks: int, format: str, way: str, presum: bool = False) -> dict[str, bool]:
     """Run calls with other tokens and routings at other addresses, each prepared and as always; then graphs of one."""
     first = make(**LAYER)
-    opened, options = (open_nvlink, {}) if way == "memory" else (open_here, by(way, num_ranks))
-    parallel = opened(first, format, rank, shares(num_ranks, 8), presum=presum, **options)
+    options = {"exchange": "sums" if presum else "rows"} if way == "memory" else by(way, num_ranks)
+    parallel = (open_nvlink if way == "memory" else open_here)(first, format, rank, shares(num_ranks, 8), **options)
     layers = [replace(make(**LAYER, seed=seed), gate_up=first.gate_up, down=first.down) for seed in range(4)]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     shortcuts.ENABLED = True
@@ -340,7 +335,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
     layer = make(**LAYER)
     ends, shortcuts.PREPARED = shares(num_ranks, 8), kind != "dies within"  # a prepared call has no steps
-    parallel = open_here(layer, "bf16", rank, ends, way != "counted", timeout_s=timeout_s, **by(way, num_ranks))
+    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s, **by(way, num_ranks))
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     parallel.moe(*inputs)
     torch.cuda.synchronize()
@@ -348,7 +343,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
     if rank == 1 and kind == "dies":
         os._exit(3)
     if rank == 1 and kind == "dies within":
-        counted.dispatch = gathered_device.run_local_experts = hosts_device.run_local_experts = lambda *_: os._exit(3)
+        counted.dispatch = nvlink.run_local_experts = lambda *_: os._exit(3)
     elif kind == "dies within":
         run = counted.run_local_experts  # behind the exchange that is never done: the host is held by the device
         counted.run_local_experts = lambda *given: (torch.cuda.synchronize(), run(*given))[1]
@@ -418,16 +413,15 @@ def bytes_sent(rank: int, num_ranks: int, presum: bool) -> tuple[list[int], tupl
 
         return counted
 
-    queued.queued_gather = counting(queued.queued_gather)
-    queued.queued_exchange = counting(queued.queued_exchange)
+    rail.queued_gather = counting(rail.queued_gather)
+    rail.queued_exchange = counting(rail.queued_exchange)
     layer = make(**(LAYER | {"k": 6}))
-    parallel = open_here(layer, "fp8_row", rank, shares(num_ranks, 8), presum=presum, **by("hosts", num_ranks))
+    parallel = open_here(layer, "fp8_row", rank, shares(num_ranks, 8), **by("hosts", num_ranks, presum))
     parallel.moe(*inputs_of(layer, rank, shares(num_ranks, 60)))
     parallel.check()
-    whole = parallel.buffers.layout.whole
-    flat = gathered_device.GatheredLayout(*(getattr(whole, name) for name in SIZES), presum, rank)
-    others = num_ranks // 2
-    return seen, parallel.buffers.layout.bytes_between_hosts, others * (flat.segment_bytes + 2 * flat.part_columns)
+    layout = parallel._exchange.rail.layout
+    flat = rail.HostsLayout(layout.whole, num_ranks)
+    return seen, layout.bytes_between_hosts, num_ranks // 2 * (flat.parcel.end + 2 * flat.part_columns)
 
 
 @pytest.mark.gpu(2)
@@ -450,9 +444,9 @@ def without_shared_memory(rank: int, num_ranks: int) -> tuple[str, str]:
         raise RuntimeError("no way there")
 
     torch.cuda.set_device(rank)
-    memory.symmetric_memory.connect_part = memory.symmetric_memory.set_peers = fail
+    symmetric_memory.connect_part = symmetric_memory.set_peers = fail
     given = make(**LAYER), "bf16", rank, shares(num_ranks, 8), f"cuda:{rank}"
-    parallel = cases.open_parallel(*given, max_tokens=60, num_topk=3, hosts=halves(num_ranks))
+    parallel = cases.open_parallel(*given, max_tokens=60, num_topk=3, exchange="hosts", hosts=halves(num_ranks))
     return parallel.exchange, parallel.why
 
 
@@ -470,7 +464,7 @@ def layers_in_turn(rank: int, num_ranks: int, way: str) -> tuple[bool, bool]:
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
     again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
-    return opened[0].buffers is opened[1].buffers, all(again) and not torch.equal(*first)
+    return opened[0]._exchange is opened[1]._exchange, all(again) and not torch.equal(*first)
 
 
 @pytest.mark.gpu(2)
@@ -479,37 +473,6 @@ def test_layers_share_buffers(way):
     num_ranks = num_ranks_here()
     outcomes = run_ranks(num_ranks, layers_in_turn, way, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
-
-
-@cache
-def launched() -> dict[str, str]:
-    """Launch the kernels around the collectives, on the registry's sizes, ranks in one process: {hash: PTX}."""
-    found: dict[str, str] = {}
-    layer, routing = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN))
-    E, num_ranks = kernels.NUM_EXPERTS, kernels.NUM_RANKS
-    ids = torch.where(routing.topk_ids < 0, routing.topk_ids, routing.topk_ids * (E // 16))
-    sizes, ends = (num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, "bf16"), list(range(0, E + 1, 64))
-    assert len(ends) == num_ranks + 1
-    with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
-        for presum in (False, True):
-            layout, device = SharedLayout(*sizes, presum), torch.device("cuda")
-            opened = [gathered_device.open_buffers(layout, r, ends, 10.0, device) for r in range(num_ranks)]
-            for buffers in opened:
-                buffers.sent.zero_()
-                gathered_device.fill_segment(buffers, layer.tokens, routing.topk_weights, ids)
-            for source, dest in product(opened, opened):
-                dest.segments[source.domain.rank].copy_(source.segments[source.domain.rank])
-            rows = torch.zeros(num_ranks * ids.numel(), kernels.HIDDEN, dtype=torch.bfloat16, device=device)
-            for buffers in opened:
-                gathered_device.place_rows(buffers)
-                gathered_device.fill_parts(buffers, rows)
-            for source, dest in product(opened, opened):
-                dest.received[source.domain.rank].copy_(source.sent[dest.domain.rank])
-            for buffers in opened:
-                assert not gathered_device.sum_received(buffers, ids).any()  # NaN isn't 0
-                torch.cuda.synchronize()
-                assert not buffers.domain.report.any()
-    return found
 
 
 def launch_between_hosts(found: dict[str, str]) -> None:
@@ -521,25 +484,97 @@ def launch_between_hosts(found: dict[str, str]) -> None:
         grid = Grid.of([str(rank // kernels.NUM_RANKS) for rank in range(num_ranks)])
         for format, presum in [("bf16", True), *((format, False) for format in FORMATS)]:
             whole = SharedLayout(num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, format, presum)
-            layout = hosts_device.HostsLayout(whole, kernels.NUM_HOSTS)
+            layout = rail.HostsLayout(whole, kernels.NUM_HOSTS)
             sizes = layout, grid, 1, range(0, E + 1, 32), 10.0, torch.device("cuda")
-            buffers = hosts_device.open_buffers(*sizes, shared=False)
+            buffers = rail.open_rail(*sizes, shared=False)
             address = buffers.domain.memory.data_ptr()
             symmetric_memory.set_peers(buffers.domain, [address] * buffers.domain.layout.num_ranks)
-            hosts_device.pack_parcel(buffers, layer.tokens, routing.topk_weights, ids)
+            rail.pack_parcel(buffers, layer.tokens, routing.topk_weights, ids)
             for parcel in buffers.parcels:
                 parcel.copy_(buffers.own_parcel)
-            hosts_device.unpack(buffers)
+            rail.unpack(buffers)
             torch.cuda.synchronize()
             kept = buffers.topk_ids.view(kernels.NUM_HOSTS, -1, kernels.NUM_TOPK)[:, :-1]
             assert torch.equal(kept, torch.where(ids < kernels.NUM_EXPERTS // 2, ids, -1).expand_as(kept))
-            launch_kernel(hosts_device.KERNELS, "seal_kernel", hosts_device.seal_arguments(buffers))
+            launch_kernel(rail.KERNELS, "seal_kernel", rail.seal_arguments(buffers))
             buffers.received.zero_()
             for part in buffers.received:
                 part[-8:].view(torch.int32)[0] = 1
-            assert not hosts_device.sum_received(buffers, ids).any()  # NaN isn't 0
+            assert not rail.sum_received(buffers, ids).any()  # NaN isn't 0
             torch.cuda.synchronize()
             assert not buffers.late.any()
+
+
+def in_parts(rank: int, num_ranks: int, format: str, options: dict) -> dict[str, bool]:
+    """Run dispatch, this rank's experts and combine, called and from a graph; return whether it has the bits of moe."""
+    layer = make(**LAYER)
+    opened = open_nvlink if options["exchange"] in ("rows", "sums") else open_here
+    parallel = opened(layer, format, rank, shares(num_ranks, 8), **options)
+    tokens, r = inputs_of(layer, rank, shares(num_ranks, 60))
+    want = parallel.moe(tokens, r)
+
+    def run() -> torch.Tensor:
+        sent = parallel.dispatch(tokens, r.topk_ids, r.topk_weights)
+        rows = run_experts(sent.rows, sent.topk_weights, sent.offsets, parallel.experts)
+        return parallel.combine(rows, sent)
+
+    found = {
+        "called": all(torch.equal(run(), want) for _ in range(20)),
+        "after": torch.equal(parallel.moe(tokens, r), want),
+    }
+    torch.cuda.synchronize()
+    if options["exchange"] != "counted":
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        for _ in range(3):
+            out.fill_(float("nan"))
+            graph.replay()
+        found["graph"] = torch.equal(out, want)
+    sent = parallel.dispatch(tokens, r.topk_ids, r.topk_weights)
+    rows = run_experts(sent.rows, sent.topk_weights, sent.offsets, parallel.experts)
+    parallel.combine(rows, sent)
+    if options["exchange"] != "counted":
+        with pytest.raises(ValueError, match="handle: expected that of the last call"):
+            parallel.combine(rows, sent)
+    parallel.check()
+    return found
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("way", ["rows", "sums", "gathered", "gathered+sums", "hosts", "counted"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
+def test_dispatch_and_combine(format, way):
+    num_ranks = num_ranks_here()
+    options = (
+        by(*way.split("+")[:1], num_ranks, way.endswith("+sums")) if way not in ("rows", "sums") else {"exchange": way}
+    )
+    for outcome in run_ranks(num_ranks, in_parts, format, options, backend="nccl", timeout_s=150):
+        assert outcome.text == ""
+        assert all(outcome.value.values()), outcome.value
+
+
+def on_few_sms(rank: int, num_ranks: int, options: dict) -> tuple[bool, int, int]:
+    """Return whether calls with few multiprocessors have the bits of those with all; calls and kinds of kernels."""
+    layer = make(**LAYER)
+    opened = open_nvlink if options["exchange"] == "rows" else open_here
+    all_sms = opened(layer, "bf16", rank, shares(num_ranks, 8), **options)
+    few_sms = opened(layer, "bf16", rank, shares(num_ranks, 8), num_sms=16, **options)
+    inputs = inputs_of(layer, rank, shares(num_ranks, 60))
+    want = all_sms.moe(*inputs)
+    same = all(torch.equal(few_sms.moe(*inputs), want) and torch.equal(all_sms.moe(*inputs), want) for _ in range(6))
+    few_sms.check()
+    return same, len(few_sms._calls.known), len(few_sms._exchange.domain.has_kernels)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("way", ["rows", "gathered"])
+def test_num_sms(way):
+    num_ranks = num_ranks_here()
+    options = {"exchange": way}
+    outcomes = run_ranks(num_ranks, on_few_sms, options, backend="nccl", timeout_s=150)
+    assert [(outcome.value, outcome.text) for outcome in outcomes] == [((True, 2, 2), "")] * num_ranks
 
 
 @cache
@@ -553,9 +588,3 @@ def launched_between_hosts() -> dict[str, str]:
 @pytest.mark.parametrize("case", kernels.HOSTS, ids=lambda case: case.name)
 def test_registered_between_hosts(case):
     assert_same_code(case.name, case.launch(), launched_between_hosts())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", kernels.GATHERED, ids=lambda case: case.name)
-def test_registered(case):
-    assert_same_code(case.name, case.launch(), launched())

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import hosts as module
-from envoi.ops.moe.parallel.hosts import check_backend, check_machines
-from envoi.ops.moe.parallel.timeout import PeerTimeout
+from envoi.ops.moe.parallel import opening as module
+from envoi.ops.moe.parallel.failure import PeerTimeout
+from envoi.ops.moe.parallel.opening import check_backend, check_machines
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.choices import force
@@ -15,7 +15,7 @@ from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_ranks import on_one_rank, random_cases
 
-SIZES = {"max_tokens": 60, "num_topk": 8}
+SIZES = {"max_tokens": 60, "num_topk": 8, "exchange": "hosts"}
 GROUPINGS = {"2 x 2": list("aabb"), "mixed": list("abba"), "4 x 1": list("abcd")}
 
 
@@ -68,7 +68,7 @@ def summed_by_host(layer, format: str, expert_ends: list[int], hosts: list[str])
 @pytest.mark.parametrize("hosts", GROUPINGS.values(), ids=GROUPINGS)
 def test_with_presum_a_host_sends_one_sum_for_each_token(hosts):
     tried = [Case("bf16"), Case("fp8_row", {"k": 4, "masked": 0.3}), Case("bf16", one_expert=5)]
-    outcomes = run_ranks(4, cases.run_by_host, tried, SIZES | {"hosts": hosts, "presum": True})
+    outcomes = run_ranks(4, cases.run_by_host, tried, SIZES | {"hosts": hosts, "exchange": "hosts+sums"})
     for number, case in enumerate(tried):
         want = summed_by_host(case.build(), case.format, case.cuts(4)[1], hosts)
         assert_same_bits(torch.cat([outcome.value[0][number] for outcome in outcomes]), want)
@@ -77,7 +77,8 @@ def test_with_presum_a_host_sends_one_sum_for_each_token(hosts):
     rows = 60 * 256 * 2
     for outcome in outcomes:
         sent = dict(outcome.value[1])
-        assert sent["combine between hosts"] == rows * (len(set(hosts)) - 1)
+        step = "combine" if len(set(hosts)) == 4 else "combine between hosts"
+        assert sent[step] == rows * (len(set(hosts)) - 1)
 
 
 def test_one_host_is_no_grouping():
@@ -90,8 +91,11 @@ WRONG = {
     "nowhere": (SIZES | {"hosts": ["a", "a", "", "b"]}, "expected a host for every rank, got none for rank 2"),
     "few": (SIZES | {"hosts": list("ab")}, "expected a name for each of the 4 ranks, got 2"),
     "kind": (SIZES | {"hosts": "x"}, "expected the name of each rank's host, \"hostname\" or None, got str 'x'"),
-    "no sizes": ({"hosts": list("aabb")}, "expected max_tokens and num_topk with them, got None"),
-    "no slots": ({"hosts": list("aabb"), "max_tokens": 60}, "expected max_tokens and num_topk with them, got None"),
+    "no sizes": ({"hosts": list("aabb"), "exchange": "hosts"}, "expected max_tokens and num_topk with them, got None"),
+    "no slots": (
+        {"hosts": list("aabb"), "max_tokens": 60, "exchange": "hosts"},
+        "expected max_tokens and num_topk with them, got None",
+    ),
     "different": (
         (SIZES | {"hosts": list("abab")}, SIZES | {"hosts": list("aabb")}),
         "expected the same on every rank, got a, b, a, b on rank 0, a, a, b, b on rank 1",

@@ -1,22 +1,33 @@
-"""Options of ExpertParallel that are deprecated."""
+"""Options of ExpertParallel: exchange, num_sms, and the deprecated ones."""
 
 import warnings
 
+import pytest
+
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.warm_up import without_tensors
+from envoi.runtime.devices import Target, limited
+from envoi.runtime.program import building
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 
 REMOVED = "tokens, L1 and L2 in one launch took 1.02 times as long as in two over 12 layers on 4 GPUs, and was removed"
+SIZES = {"max_tokens": 8, "num_topk": 2}
 
 
-def opened(rank: int, num_ranks: int) -> list[tuple[str, list[str]]]:
+def opened(rank: int, num_ranks: int, tried: list) -> list[tuple[str, list[str]]]:
+    """Open with each of these options, a tuple = those of rank 0 and of all others; return error or way, warnings."""
     found = []
-    for options in ({}, {"fused": None}, {"fused": False}, {"fused": True}, {"fused": rank == 0}, {"fused": "yes"}):
+    for options in tried:
+        mine = options[min(rank, 1)] if isinstance(options, tuple) else options
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                cases.open_parallel(make(), "bf16", rank, [4, 8], **options).close()
-                text = ""
+                parallel = cases.open_parallel(make(), "bf16", rank, [4, 8], **mine)
+                text = f"{parallel.exchange} {parallel.presum}"
+                parallel.close()
             except ValueError as error:
                 text = str(error)
         found.append((text, [str(w.message) for w in warned if w.category is DeprecationWarning]))
@@ -24,12 +35,66 @@ def opened(rank: int, num_ranks: int) -> list[tuple[str, list[str]]]:
 
 
 def test_fused_warns_where_it_does_nothing_and_is_refused_where_it_was_slower():
-    for rank, outcome in enumerate(run_ranks(2, opened)):
+    tried = [{}, {"fused": None}, {"fused": False}, {"fused": True}, ({"fused": True}, {}), {"fused": "yes"}]
+    for rank, outcome in enumerate(run_ranks(2, opened, tried)):
         assert outcome.text == ""
         default, none, false, true, of_rank_0, word = outcome.value
-        assert default == none == ("", [])
-        assert false == ("", ["fused: False is what ExpertParallel does; leave the argument away"])
+        assert default == none == ("counted False", [])
+        assert false == ("counted False", ["fused: False is what ExpertParallel does; leave the argument away"])
         assert true == (f"fused: expected None or False, got True; {REMOVED}", [])
         assert word == (f"fused: expected None or False, got 'yes'; {REMOVED}", [])
         text = of_rank_0[0]
         assert text == true[0] if rank == 0 else text == f"rank 0 of the group refused its arguments: {true[0]}"
+
+
+GATHERED = SIZES | {"exchange": "gathered"}
+NAMED = {"hosts": ["a", "b"]}
+WAYS = [
+    ({"exchange": "counted"} | SIZES, "counted False"), (GATHERED, "gathered False"),
+    (SIZES | {"exchange": "gathered+sums"}, "gathered True"), (SIZES | NAMED | {"exchange": "hosts"}, "hosts False"),
+    (SIZES | NAMED | {"exchange": "hosts+sums"}, "hosts True"), ({"exchange": "rows", "num_sms": 3}, "counted False"),
+    ({"exchange": "sums"}, "counted False"),
+]  # fmt: skip
+OLD = [
+    ({"presum": False}, "counted False", 'presum: is deprecated; pass exchange="rows" instead'),
+    ({"presum": True}, "counted False", 'presum: is deprecated; pass exchange="sums" instead'),
+    (SIZES | NAMED, "hosts False", 'hosts: without exchange is deprecated; pass exchange="hosts" too'),
+    (SIZES | NAMED | {"presum": True}, "hosts True", 'presum: is deprecated; pass exchange="hosts+sums" instead'),
+]
+WRONG = [
+    ({"exchange": "x"}, "exchange: expected one of 'auto', 'rows', "),
+    ({"exchange": "gathered"}, "exchange: expected max_tokens and num_topk with 'gathered', got None"),
+    ({"exchange": "hosts"} | NAMED, "hosts: expected max_tokens and num_topk with them, got None"),
+    (GATHERED | NAMED, 'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange \'gathered\''),
+    (GATHERED | {"presum": True}, "presum: expected None with exchange 'gathered', which says it, got True"),
+    ({"num_sms": 0}, "num_sms: expected an int of at least 1, got 0"),
+    (({"exchange": "rows"}, {"exchange": "sums"}), "sizes: expected the same on every rank, got max_tokens=None"),
+]
+
+
+def test_exchange_chooses_the_way_and_old_arguments_mean_one():
+    tried = [given for given, *_ in [*WAYS, *OLD, *WRONG]]
+    for outcome in run_ranks(2, opened, tried):
+        assert outcome.text == ""
+        found = iter(outcome.value)
+        for given, way in WAYS:
+            assert next(found) == (way, []), given
+        for given, way, warning in OLD:
+            assert next(found) == (way, [warning]), given
+        for given, message in WRONG:
+            text, _ = next(found)
+            assert message in text, given
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "b")], ids=["memory", "hosts"])
+def test_num_sms_bounds_the_grids_of_loops(hosts):
+    experts = without_tensors(make(experts=2).pack("bf16"))
+    call = ParallelCall(SharedLayout(2, 4, 64, 2, 256, "bf16"), 2, 0, (0, 2, 4), 1.0, experts, hosts)
+    grids = []
+    for most in (132, 3):
+        with limited(most), building(Target("sm_90", 132)) as builder:
+            call(64)
+        grids.append({launch.kernel.fn.__name__: launch.grid for launch in builder.launches})
+    for kernel in ("pull_kernel", "send_rows_kernel"):
+        assert [grid[kernel] for grid in grids] == [(8 * 132,), (8 * 3,)]
+    assert grids[1]["gemm_kernel"] == (3,) and grids[0]["gemm_kernel"] > (3,)

@@ -14,7 +14,7 @@ from envoi.runtime.program import tensors_in
 from tests.helpers.choices import force
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
-from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
+from tests.moe.parallel.domains import hosts_alone, open_all, use
 from tests.runtime.conftest import hopper
 from tests.runtime.prepared_cases import Case
 from tests.runtime.test_prepared_hopper import assert_replayed
@@ -26,9 +26,7 @@ def in_memory(layout: SharedLayout) -> Domain:
     return open_all(layout, [0, 4])[0]
 
 
-WAYS = {
-    "memory": in_memory, "one launch": in_memory, "gathered": gathered_alone, "hosts": hosts_alone,
-}  # fmt: skip
+WAYS = {"memory": in_memory, "one launch": in_memory, "hosts": hosts_alone}
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 
 
@@ -45,8 +43,7 @@ def group(tmp_path) -> Iterator[None]:
     mostly_slow([
         ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
         ("one launch", "fp8_block128", False, 6),
-        ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
-        ("hosts", "fp8_block128", True, 16),
+        ("hosts", "bf16", False, 14), ("hosts", "fp8_block128", True, 16),
     ], quick=[("memory", "bf16", False, 7), ("hosts", "bf16", False, 14)]),
 )  # fmt: skip
 def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):

@@ -8,7 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from envoi.ops.moe.parallel import store as stores
-from envoi.ops.moe.parallel.store import Connection, StoreSilentError, is_on_this_host, run_bounded
+from envoi.ops.moe.parallel.store import (
+    Compiler,
+    Connection,
+    Lookout,
+    StoreSilentError,
+    is_on_this_host,
+    run_bounded,
+)
+from envoi.runtime.compiling import compiling
 
 
 class Silent(dist.HashStore):
@@ -96,3 +104,34 @@ def test_a_step_is_waited_for_no_longer_than_asked():
     assert run_bounded(lambda: 3, 10) == 3
     with pytest.raises(RuntimeError, match=r"not done within 0\.1 s"):
         run_bounded(lambda: time.sleep(0.5), 0.1)
+
+
+def test_a_peer_compiles_while_it_says_so_and_a_moment_longer(monkeypatch):
+    monkeypatch.setattr(stores, "IDLE_S", 0.3)
+    connection = Connection(dist.HashStore())
+    told, lookout, other = Compiler(connection, 1), Lookout(connection, "a", [1]), Lookout(connection, "a", [2])
+    assert not lookout.compiles(), "nobody has ever compiled"
+    with compiling():
+        assert lookout.compiles()
+        assert not other.compiles(), "it is none of these ranks"
+    assert lookout.compiles(), "it may have work left"
+    time.sleep(0.4)
+    assert not lookout.compiles()
+    del told
+
+
+def test_a_rank_that_was_killed_while_it_compiled_is_waited_for_no_longer_than_a_kernel_takes(monkeypatch):
+    monkeypatch.setattr(stores, "COMPILES_S", 0.3)
+    connection = Connection(dist.HashStore())
+    lookout = Lookout(connection, "a", [1])
+    connection.answer(lambda store: store.set("envoi/compiling/1", "7"), 10)
+    assert lookout.compiles()
+    time.sleep(0.4)
+    assert not lookout.compiles()
+
+
+def test_a_look_never_waits_and_what_a_store_that_is_gone_says_is_nothing(silent):
+    lookout, start = Lookout(Connection(silent), "a", [1]), time.monotonic()
+    lookout.look()
+    assert time.monotonic() - start < 0.2
+    assert not lookout.compiles() and lookout.alarm is None

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from envoi import PeerTimeout
-from envoi.ops.moe.parallel import timeout
+from envoi.ops.moe.parallel import failure
 from envoi.ops.moe.parallel.collectives import connect_ranks
+from envoi.ops.moe.parallel.failure import NOBODY, Watch
 from envoi.ops.moe.parallel.store import Connection
-from envoi.ops.moe.parallel.timeout import NOBODY, Watch
 
 CASES = {
     "rank 3 is lost": ([3], "dispatch", 2.0),
@@ -56,9 +56,9 @@ class Work:
 def watch(timeout_s: float, monkeypatch) -> Watch:
     made = Watch(None, "a", [0, 1], 0, timeout_s)  # pyright: ignore[reportArgumentType]
     made.deadline = None
-    monkeypatch.setattr(made, "alarmed", lambda ask: None)
+    made.lookout = Peers(0.0)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def fail(step: str, cause: Exception, waited_s: float, number: int = NOBODY) -> None:
+    def fail(step: str, cause: Exception, waited_s: float, number: int = NOBODY, within_s: float | None = None) -> None:
         made.failure = PeerTimeout([1], step, timeout_s)
         raise made.failure
 
@@ -78,7 +78,9 @@ def test_queued_collectives_are_waited_for_at_the_end(monkeypatch):
 
 
 class Peers:
-    """Peers of which one compiles for some seconds, from the first look on."""
+    """Lookout on peers of which one compiles for some seconds, from the first look on; none raises an alarm."""
+
+    alarm = None
 
     def __init__(self, seconds: float):
         self.seconds, self.began = seconds, float("inf")
@@ -86,7 +88,7 @@ class Peers:
     def look(self) -> None:
         self.began = min(self.began, time.monotonic())
 
-    def compile(self) -> bool:
+    def compiles(self) -> bool:
         return self.began < time.monotonic() < self.began + self.seconds
 
 
@@ -94,8 +96,8 @@ class Peers:
 def test_a_collective_may_take_longer_while_a_peer_compiles(compiles_s, most_s, waits_s, monkeypatch):
     """It is done after 2 s, and the timeout after 0.5; most_s bounds what comes on top."""
     made, begun = watch(1.0, monkeypatch), time.monotonic()
-    made.peers = Peers(compiles_s)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(timeout.pulse, "MOST_S", most_s)
+    made.lookout = Peers(compiles_s)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(failure, "MOST_S", most_s)
     slow = Work(0, [], "combine")
     monkeypatch.setattr(slow, "is_completed", lambda: time.monotonic() > begun + 2.0)
     made.queue(lambda: slow, "combine")
@@ -185,7 +187,7 @@ def test_who_lacks_memory_is_named_not_those_whose_exchange_fails_for_it():
 
 
 def test_a_first_collective_that_never_returns_is_bounded(monkeypatch):
-    monkeypatch.setattr(timeout, "CONNECT_S", 0.0)
+    monkeypatch.setattr(failure, "CONNECT_S", 0.0)
     hung, start = threading.Event(), time.monotonic()
     errors = first_collectives(hung.wait, hung.wait)
     assert time.monotonic() - start < 4.0
@@ -202,7 +204,7 @@ def test_a_first_collective_that_returns_is_no_error():
 @pytest.mark.slow
 def test_connecting_has_its_own_least_time(monkeypatch):
     """The timeout is three seconds, of which the wait has one and the roll call two."""
-    monkeypatch.setattr(timeout, "CONNECT_S", 5.0)
+    monkeypatch.setattr(failure, "CONNECT_S", 5.0)
     assert first_collectives(lambda: time.sleep(2.5), lambda: None) == [None, None]
     hung = threading.Event()
     first, second = first_collectives(hung.wait, lambda: None)

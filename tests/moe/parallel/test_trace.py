@@ -10,8 +10,18 @@ import pytest
 import torch
 
 from envoi import cli
-from envoi.ops.moe.parallel.timeline import events, lanes_of, phases_of
-from envoi.ops.moe.parallel.trace import COLUMNS, ROLES, Timeline, gathered, in_step, steps_of, steps_of_ranks
+from envoi.ops.moe.parallel.trace import (
+    COLUMNS,
+    ROLES,
+    Timeline,
+    events,
+    gathered,
+    in_step,
+    lanes_of,
+    phases_of,
+    steps_of,
+    steps_of_ranks,
+)
 from envoi.runtime.timeline import WORDS, Recorder, Strip
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make

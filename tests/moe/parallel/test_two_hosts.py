@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import PeerTimeout, api, counted
+from envoi.ops.moe.parallel import PeerTimeout, counted
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.hosts import Hosts, address, two_hosts
 from tests.helpers.ranks import run_ranks
@@ -44,10 +44,9 @@ def test_the_bits_of_one_rank(hosts):
 
 def bytes_over_link(rank: int, num_ranks: int, hosts: Hosts) -> list[int]:
     """Return the bytes that the first host sends in ten calls, of ranks all alike and of ranks by host."""
-    api.gathering_pays = lambda *_: True
     layer, found, outs = make(k=8), [], []
-    for by in (None, "hostname"):
-        sizes = {"max_tokens": 15, "num_topk": 8, "hosts": by}
+    for exchange in ("gathered", "hosts"):
+        sizes = {"max_tokens": 15, "num_topk": 8, "exchange": exchange}
         parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **sizes)
         inputs = cases.part_of(layer, rank, [15, 30, 45, 60])
         outs.append(parallel.moe(*inputs))

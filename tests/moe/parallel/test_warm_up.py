@@ -44,10 +44,9 @@ def warm_counted(rank: int, num_ranks: int, sizes: list[dict]) -> list:
     api.compiles, found = lambda device: True, []
     api.torch.cuda.device = lambda device: nullcontext()
     api.Target.of = lambda device: Target("sm_90")
-    api.gathering_pays = lambda *_: False
     api.compile_together = lambda channel, call, *_: [call.most, call.num_topk]
     for given in sizes:
-        parallel = ExpertParallel(make(experts=4).pack(), **given)
+        parallel = ExpertParallel(make(experts=4).pack(), exchange="counted", **given)
         assert parallel.exchange == "counted"
         try:
             found.append(parallel.warm_up())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.ops.moe.parallel.slots import SentTokens, from_bytes, to_bytes
+from envoi.ops.moe.parallel.counted import SentTokens, from_bytes, to_bytes
 from envoi.quant import quantize
 from tests.helpers.accuracy import assert_same_bits
 

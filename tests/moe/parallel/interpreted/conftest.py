@@ -12,8 +12,8 @@ def few_programs(monkeypatch):
     """Four programs rank the slots of a piece, instead of 64: the interpreter takes its time for each."""
     import triton.language as tl
 
-    from envoi.ops.moe.parallel import dispatch, dispatch_kernels
+    from envoi.ops.moe.parallel import dispatch_kernels, nvlink
 
-    ranked = dispatch.PIECE // 4
-    monkeypatch.setattr(dispatch, "RANKED", ranked)
+    ranked = nvlink.PIECE // 4
+    monkeypatch.setattr(nvlink, "RANKED", ranked)
     monkeypatch.setattr(dispatch_kernels, "RANKED", tl.constexpr(ranked))

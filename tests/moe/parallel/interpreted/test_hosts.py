@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import dispatch as steps
-from envoi.ops.moe.parallel import gathered_kernels, hosts_device, hosts_kernels
-from envoi.ops.moe.parallel.combine import combine_barrier
-from envoi.ops.moe.parallel.dispatch import MAX_CHUNKS, REFUSED_ON_HOST, num_chunks
-from envoi.ops.moe.parallel.hosts import Grid
-from envoi.ops.moe.parallel.hosts_device import Buffers, HostsLayout
-from envoi.ops.moe.parallel.nvlink import run_local_experts
-from envoi.ops.moe.parallel.progress import BEGUN, LOST
+from envoi.ops.moe.parallel import rail, rail_kernels
+from envoi.ops.moe.parallel.nvlink import (
+    MAX_CHUNKS,
+    REFUSED_ON_HOST,
+    combine_barrier,
+    num_chunks,
+    pull_rows,
+    run_local_experts,
+)
+from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.oversee import BEGUN, LOST
+from envoi.ops.moe.parallel.rail import HostsLayout, Rail
 from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, set_peers
 from tests.helpers.accuracy import assert_same_bits
@@ -25,15 +29,15 @@ from tests.moe.parallel.interpreted.test_nvlink import SMALL
 from tests.moe.parallel.test_hosts import summed_by_host
 
 SOME = ("bf16", "fp8_row", "fp8_block128", "mxfp4_mxfp8")
-PAIRS, MIXED, ALONE = list("aabb"), list("abba"), list("ab")
-ENDS = {4: [1, 1, 4, 6], 2: [2, 6]}
+PAIRS, MIXED, ALONE, EACH = list("aabb"), list("abba"), list("ab"), list("abcd")
+ENDS = {4: [1, 1, 4, 6], 3: [1, 5, 6], 2: [2, 6]}
 
 
 @dataclass
 class Ranks:
     """Ranks of one process: their collectives are copies, and they take their steps in turn."""
 
-    opened: list[Buffers]
+    opened: list[Rail]
     packed: list
     parts: list
     grid: Grid
@@ -42,47 +46,47 @@ class Ranks:
         return [[self.opened[rank] for rank in row] for row in self.grid.grid.tolist()]
 
     def gather(self):
-        for rail in self.rails():
-            for host, source in enumerate(rail):
-                for other in rail:
+        for members in self.rails():
+            for host, source in enumerate(members):
+                for other in members:
                     other.parcels[host].copy_(source.own_parcel)
 
     def announce(self):
         """Announce on all ranks: a rank has everyone's slots only in the second turn."""
         for turn in range(2):
             for buffers in self.opened:
-                hosts_device.unpack(buffers)  # again, since error codes are cleared where they are read
+                rail.unpack(buffers)  # again, since error codes are cleared where they are read
             for buffers in self.opened:
                 buffers.domain.report[1].zero_()
                 domains.flags(buffers.domain)[0] = num_chunks(buffers.domain.layout) if turn else 100 * MAX_CHUNKS
-                hosts_device.send_routing(buffers)
+                rail.send_routing(buffers)
 
     def exchange(self):
-        for rail in self.rails():
-            for host, source in enumerate(rail):
-                for other, dest in enumerate(rail):
+        for members in self.rails():
+            for host, source in enumerate(members):
+                for other, dest in enumerate(members):
                     dest.received[host].copy_(source.sent[other])
 
     def run(self, refusing=()):
         for rank, (buffers, (tokens, routing)) in enumerate(zip(self.opened, self.parts, strict=True)):
             if rank in refusing:
                 none = torch.empty(0, 1, dtype=torch.int32)
-                hosts_device.pack_parcel(buffers, tokens[:0], none.float(), none, REFUSED_ON_HOST)
+                rail.pack_parcel(buffers, tokens[:0], none.float(), none, REFUSED_ON_HOST)
             else:
-                hosts_device.pack_parcel(buffers, tokens, routing.topk_weights, routing.topk_ids)
+                rail.pack_parcel(buffers, tokens, routing.topk_weights, routing.topk_ids)
         self.gather()
         self.announce()
         for buffers in self.opened:
-            steps.pull_rows(buffers.domain)
+            pull_rows(buffers.domain)
         for buffers, packed in zip(self.opened, self.packed, strict=True):
             run_local_experts(buffers.domain, packed, 10)
         for buffers in self.opened:
             domains.flags(buffers.domain)[1] = 1
             combine_barrier(buffers.domain)
-            hosts_device.seal_parts(buffers)
+            rail.seal_parts(buffers)
         self.exchange()
         return [
-            hosts_device.sum_received(buffers, routing.topk_ids)
+            rail.sum_received(buffers, routing.topk_ids)
             for buffers, (_, routing) in zip(self.opened, self.parts, strict=True)
         ]
 
@@ -94,9 +98,7 @@ def ranks_of(
     sizes = len(hosts), layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format, presum
     layout = HostsLayout(SharedLayout(*sizes), grid.num_hosts)
     on = torch.device(device)
-    opened = [
-        hosts_device.open_buffers(layout, grid, rank, offsets, 1.0, on, shared=False) for rank in range(len(hosts))
-    ]
+    opened = [rail.open_rail(layout, grid, rank, offsets, 1.0, on, shared=False) for rank in range(len(hosts))]
     for rank, buffers in enumerate(opened):
         set_peers(buffers.domain, [opened[peer].domain.memory.data_ptr() for peer in grid.inside(rank)])
         for poisoned in (buffers.received, buffers.sent):
@@ -118,7 +120,7 @@ def test_the_bits_of_one_rank(format):
         assert buffers.host.tolist() == [2, 4, 2, 0]  # `Ranks.announce` unpacks twice
 
 
-@pytest.mark.parametrize("hosts", mostly_slow([MIXED, ALONE, list("abcd"), list("aaaa")], quick=[MIXED]), ids="".join)
+@pytest.mark.parametrize("hosts", mostly_slow([MIXED, ALONE, EACH, list("aaaa")], quick=[MIXED, EACH]), ids="".join)
 def test_other_hosts(hosts):
     layer = make(**SMALL)
     token_ends = [3, 11] if len(hosts) == 2 else [3, 5, 5, 11]
@@ -154,7 +156,8 @@ def test_a_host_without_an_expert_that_is_named():
 
 
 @pytest.mark.parametrize(("format", "hosts"), mostly_slow(
-    [("bf16", PAIRS), ("bf16", MIXED), ("fp8_row", PAIRS), ("fp8_row", MIXED)], quick=[("bf16", MIXED)]
+    [("bf16", PAIRS), ("bf16", MIXED), ("fp8_row", PAIRS), ("fp8_row", MIXED), ("bf16", EACH), ("fp8_row", EACH)],
+    quick=[("bf16", MIXED), ("fp8_row", EACH)],
 ))  # fmt: skip
 def test_with_presum_a_host_sends_sums(format, hosts):
     layer = make(**(SMALL | {"masked": 0.3, "k": 4}))
@@ -214,6 +217,21 @@ def test_rows_of_a_rank_that_has_given_the_call_up_are_not_summed(presum):
     assert int(ranks.opened[1].domain.state[OUTCOME.value]) == 0
 
 
+def test_a_token_may_name_an_expert_twice():
+    layer = make(**(SMALL | {"experts": 3, "tokens": 12}))
+    layer.routing.topk_ids.fill_(0)
+    ranks = ranks_of(layer, "bf16", list("abc"), [4, 8, 12], max_tokens=4, num_topk=2, expert_ends=[1, 2, 3])
+    assert_same_bits(torch.cat(ranks.run()), moe(layer.tokens, layer.routing, layer.pack()))
+
+
+def test_a_call_that_the_host_gave_up_returns_nan_and_so_do_all_later_ones():
+    ranks = ranks_of(make(**SMALL), "bf16", list("abc"), [4, 8, 11])
+    for _ in range(2):
+        for buffers in ranks.opened[:2]:
+            buffers.host[LOST] = 1
+        assert all(out.isnan().all() for out in ranks.run()[:2])
+
+
 def test_bytes_between_hosts_are_those_of_the_collectives():
     for presum in (False, True):
         ranks = ranks_of(make(**SMALL), "fp8_row", PAIRS, [4, 6, 8, 11], presum=presum)
@@ -223,8 +241,9 @@ def test_bytes_between_hosts_are_those_of_the_collectives():
 
 
 def test_the_host_knows_the_kernels_constants():
-    assert hosts_kernels.PACKED.value == hosts_device.PACKED
-    assert hosts_kernels.HOST_SHIFT.value == hosts_device.HOST_SHIFT
+    assert rail_kernels.PACKED.value == rail.PACKED
+    assert rail_kernels.HOST_SHIFT.value == rail.HOST_SHIFT
+    assert (rail_kernels.BEGUN.value, rail_kernels.HOST_LOST.value) == (BEGUN, LOST)
     ranks = ranks_of(make(**SMALL), "bf16", PAIRS, [4, 6, 8, 11])
     ranks.opened[0].mark(BEGUN)
-    assert int(ranks.opened[0].own_parcel.view(torch.int32)[gathered_kernels.CALL.value]) == 1
+    assert int(ranks.opened[0].own_parcel.view(torch.int32)[rail_kernels.CALL.value]) == 1

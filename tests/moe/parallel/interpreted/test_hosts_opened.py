@@ -17,18 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from envoi.ops.moe import choose
-from envoi.ops.moe.parallel import (
-    api,
-    dispatch,
-    dispatch_kernels,
-    hosts,
-    hosts_device,
-    memory,
-    opening,
-    queued,
-    symmetric_memory,
-)
-from envoi.ops.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from envoi.ops.moe.parallel import api, dispatch_kernels, nvlink, opening, rail, symmetric_memory
+from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, num_chunks
 from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
@@ -38,7 +28,7 @@ from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_hosts import summed_by_host
 from tests.moe.parallel.test_ranks import on_one_rank
 
-SIZES = {"max_tokens": 12, "num_topk": 4}
+SIZES = {"max_tokens": 12, "num_topk": 4, "exchange": "hosts"}
 SMALL = {"tokens": 12, "hidden": 128, "intermediate": 128, "experts": 8, "k": 3}
 
 
@@ -89,7 +79,7 @@ def stand_in(rank: int, folder: str) -> None:
         meet()
         return SimpleNamespace(buffer_ptrs=[file.data_ptr() for file in files], files=files)
 
-    announce, barrier = hosts_device.send_routing, hosts_device.combine_barrier
+    announce, barrier = rail.send_routing, rail.combine_barrier
 
     def announce_in_turns(buffers) -> None:
         for turn in range(2):
@@ -99,7 +89,7 @@ def stand_in(rank: int, folder: str) -> None:
             announce(buffers)
             meet()
             if not turn:
-                hosts_device.unpack(buffers)  # error codes were cleared where they were read
+                rail.unpack(buffers)  # error codes were cleared where they were read
         regions = buffers.domain.layout.regions
         buffers.domain.memory[regions.error_codes : regions.sizes].zero_()
 
@@ -109,22 +99,22 @@ def stand_in(rank: int, folder: str) -> None:
         barrier(domain)
 
     def rail_of(channel, group, names, name, timeout_s):
-        grid = hosts.Grid.of(names)
+        grid = opening.Grid.of(names)
         return Rail(
-            hosts._connect(channel, f"{name}/stand-in {grid.local_rank[rank]}", grid.rail(rank), timeout_s).data
+            opening._connect(channel, f"{name}/stand-in {grid.local_rank[rank]}", grid.rail(rank), timeout_s).data
         )
 
-    queued.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
-    queued.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
-    hosts_device.send_routing, hosts_device.combine_barrier = announce_in_turns, meet_first
+    rail.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
+    rail.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
+    rail.send_routing, rail.combine_barrier = announce_in_turns, meet_first
     symmetric_memory._shareable, torch_symmetric.rendezvous = shareable, rendezvous
-    memory.nvlink.why_not_kernels = lambda experts: ""
+    nvlink.why_not_kernels = lambda experts: ""
     opening.dist.get_backend = lambda group: "nccl"
-    api.connect_rail, hosts.check_backend = rail_of, lambda *_: None
+    api.connect_rail, opening.check_backend = rail_of, lambda *_: None
     torch.cuda.device = lambda device: nullcontext()
     choose.decode_mx_pays = lambda *_: False
-    dispatch.RANKED = dispatch.PIECE // 4  # as in conftest.py, in this process
-    dispatch_kernels.RANKED = tl.constexpr(dispatch.RANKED)
+    nvlink.RANKED = nvlink.PIECE // 4  # as in conftest.py, in this process
+    dispatch_kernels.RANKED = tl.constexpr(nvlink.RANKED)
 
 
 def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], presum: bool, folder: str) -> list:
@@ -132,7 +122,7 @@ def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], p
     outs = []
     for case in tried:
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
-        options = SIZES | {"hosts": names, "presum": presum, "timeout_s": 60.0}
+        options = SIZES | {"hosts": names, "exchange": "hosts+sums" if presum else "hosts", "timeout_s": 60.0}
         parallel = cases.open_parallel(layer, case.format, rank, expert_ends, **options)
         assert (parallel.exchange, parallel.transport, parallel.presum) == ("hosts", "nccl", presum)
         for _ in range(2):
@@ -140,7 +130,7 @@ def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], p
         parallel.check()
         outs.append(out)
         again = cases.open_parallel(layer, case.format, rank, expert_ends, **options)
-        assert again.buffers is parallel.buffers, "layers of equal sizes share their memory"
+        assert again._exchange is parallel._exchange, "layers of equal sizes share their memory"
         parallel.close()
         again.close()
     return outs
@@ -207,7 +197,7 @@ def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
     symmetric_memory.connect_part = fail
     layer = Case("bf16", SMALL).build()
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **SIZES, hosts=list("aabb"), timeout_s=60.0)
-    return parallel.exchange, parallel.why, parallel.buffers is None
+    return parallel.exchange, parallel.why, parallel._calls is None
 
 
 def test_ranks_that_share_no_memory_are_not_grouped(tmp_path):

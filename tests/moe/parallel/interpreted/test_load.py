@@ -10,7 +10,8 @@ from envoi.ops.moe.parallel.shared_device import LOST, OUTCOME
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from tests.moe.layers import make
 from tests.moe.parallel import domains
-from tests.moe.parallel.interpreted.test_gathered import ranks_of
+from tests.moe.parallel.domains import use
+from tests.moe.parallel.interpreted.test_hosts import ranks_of
 from tests.moe.parallel.interpreted.test_nvlink import ENDS, SMALL, run
 from tests.moe.parallel.interpreted.test_prepared import fake, group, inputs, open_here
 
@@ -41,14 +42,15 @@ def test_kernels_of_nvlink_count_all_ranks_tokens(ends):
 
 def test_kernels_around_collectives_count_and_leave_refused_calls_out():
     layer = make(**SMALL, masked=0.2)
-    ranks = ranks_of(layer, "bf16", TOKEN_ENDS, ENDS["uneven"])
+    ranks = ranks_of(layer, "bf16", list("abc"), TOKEN_ENDS, expert_ends=ENDS["uneven"])
     ranks.run()
     ranks.run(refusing=(1,))
     ranks.run()
-    want = counts(layer.routing.topk_ids, 6)
-    for buffers in ranks.opened:
-        found = load_of(buffers.domain.history, [0, *ENDS["uneven"]]).num_tokens_per_expert
-        assert found[-3:].tolist() == [[NO_CALL] * 6, want, want]
+    want, offsets = counts(layer.routing.topk_ids, 6), [0, *ENDS["uneven"]]
+    for buffers, (first, last) in zip(ranks.opened, pairwise(offsets), strict=True):
+        found = load_of(buffers.domain.history, offsets).num_tokens_per_expert
+        mine = [n if first <= expert < last else 0 for expert, n in enumerate(want)]  # those of its host
+        assert found[-3:].tolist() == [[NO_CALL] * 6, mine, mine]
 
 
 def test_a_lost_call_and_one_with_a_bad_id_do_not_count():
@@ -81,7 +83,7 @@ def test_the_ring_begins_again():
 def test_prepared_calls_count_for_the_object_that_makes_them(fake, monkeypatch):
     one = open_here(monkeypatch, "bf16")
     other = open_here(monkeypatch, "bf16")
-    other.domain = one.domain  # layers of equal sizes share memory and prepared calls
+    use(other, one._exchange.owner)  # layers of equal sizes share memory and prepared calls
     tokens, routing = inputs(0)
     for _ in range(3):
         one.moe(tokens, routing)

@@ -7,7 +7,7 @@ import torch
 
 from envoi.epilogues.activation import written
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import combine, dispatch, dispatch_kernels, nvlink, shared_device
+from envoi.ops.moe.parallel import dispatch_kernels, nvlink, shared_device
 from envoi.ops.moe.parallel.shared_device import (
     BAD_IDS,
     FINE,
@@ -74,16 +74,16 @@ def test_other_layers(changes):
 @pytest.mark.parametrize(("tokens", "k", "experts", "chunks"), [(1, 1, 1, 32), (256, 4, 200, 32), (257, 4, 31, 1)])
 def test_slots_ranked_in_pieces_are_sorted(monkeypatch, tokens, k, experts, chunks):
     """Check the routing sent: where an expert's slots begin, and the place of each, as in a stable sort."""
-    monkeypatch.setattr(dispatch, "MAX_CHUNKS", chunks)
+    monkeypatch.setattr(nvlink, "MAX_CHUNKS", chunks)
     monkeypatch.setattr(dispatch_kernels, "COUNTED", type(dispatch_kernels.COUNTED)(32))  # a piece at once
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(experts, (tokens, k), generator=generator, dtype=torch.int32)
     ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
     layout = SharedLayout(1, experts, 400, 32, 16, "bf16")
     domain = ranks.open_all(layout, [0, experts])[0]
-    ranked = dispatch.stage_tokens(domain, torch.ones(tokens, 16).bfloat16(), ids)
-    ranks.flags(domain)[0] = dispatch.num_chunks(layout)  # one after the other, the first would wait for the last
-    dispatch.send_routing(domain, ids, ids.float(), ranked)
+    ranked = nvlink.stage_tokens(domain, torch.ones(tokens, 16).bfloat16(), ids)
+    ranks.flags(domain)[0] = nvlink.num_chunks(layout)  # one after the other, the first would wait for the last
+    nvlink.send_routing(domain, ids, ids.float(), ranked)
     want = sort_slots(ids, experts)
     offsets, positions = layout.regions.slot_offsets, layout.regions.slot_pos
     offsets, positions = (domain.memory[begin:].view(torch.int32) for begin in (offsets, positions))
@@ -110,8 +110,8 @@ def test_no_tokens_at_all():
 def test_the_host_knows_the_kernels_constants(monkeypatch):
     monkeypatch.undo()  # not the sizes for the interpreter
     assert set(nvlink.LATE_STEPS) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value}
-    assert shared_device.REFUSED_ON_HOST.value == dispatch.REFUSED_ON_HOST
-    assert (dispatch_kernels.PIECE.value, dispatch_kernels.RANKED.value) == (dispatch.PIECE, dispatch.RANKED)
+    assert shared_device.REFUSED_ON_HOST.value == nvlink.REFUSED_ON_HOST
+    assert (dispatch_kernels.PIECE.value, dispatch_kernels.RANKED.value) == (nvlink.PIECE, nvlink.RANKED)
 
 
 def test_a_token_may_name_an_expert_twice():
@@ -150,29 +150,29 @@ def by_rank(layer, format, ends):
 
 def send_routing(domain, layer, error_code=0):
     ids, weights = layer.routing.topk_ids, layer.routing.topk_weights
-    ranked = dispatch.stage_tokens(domain, layer.tokens, ids)
-    dispatch.send_routing(domain, ids, weights, ranked, error_code)
+    ranked = nvlink.stage_tokens(domain, layer.tokens, ids)
+    nvlink.send_routing(domain, ids, weights, ranked, error_code)
 
 
 def test_a_late_rank_is_named_and_nothing_goes_on():
     layer = make(**SMALL)
     opened, _, _ = run(layer, "bf16", [11, 11], [3, 6])
     domain = opened[0]
-    ranks.flags(domain)[0] = torch.tensor([dispatch.num_chunks(domain.layout), dispatch.num_chunks(domain.layout) - 1])
+    ranks.flags(domain)[0] = torch.tensor([nvlink.num_chunks(domain.layout), nvlink.num_chunks(domain.layout) - 1])
     send_routing(domain, layer)
     assert domain.report.tolist() == [[0, LATE_AT_DISPATCH.value], [0, 0]]
     assert int(domain.state[OUTCOME.value]) == LOST.value
     assert domain.offsets.tolist() == [0] * 4
-    combine.combine_barrier(domain)
+    nvlink.combine_barrier(domain)
     assert not ranks.flags(opened[1])[1].any(), "a rank that gave up says that it has met the others"
-    assert combine.sum_rows(domain, layer.routing.topk_ids).isnan().all()
+    assert nvlink.sum_rows(domain, layer.routing.topk_ids).isnan().all()
 
 
 def test_a_rank_late_with_its_rows_is_named():
     layer = make(**SMALL)
     opened, _, _ = run(layer, "bf16", [11, 11], [3, 6])
     domain = opened[0]
-    combine.combine_barrier(domain)
+    nvlink.combine_barrier(domain)
     assert domain.report.tolist() == [[0, LATE_AT_COMBINE.value], [0, 0]]
     assert int(domain.state[OUTCOME.value]) == LOST.value
 

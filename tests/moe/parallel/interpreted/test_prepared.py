@@ -21,7 +21,7 @@ from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
-from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
+from tests.moe.parallel.domains import hosts_alone, open_all, use
 from tests.runtime.interpreted.conftest import fake
 
 __all__ = ["fake"]
@@ -36,7 +36,7 @@ def group(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-WAYS = {"memory": lambda layout: open_all(layout, [0, 4])[0], "gathered": gathered_alone, "hosts": hosts_alone}
+WAYS = {"memory": lambda layout: open_all(layout, [0, 4])[0], "hosts": hosts_alone}
 
 
 def open_here(monkeypatch, format: str, way: str = "memory", presum: bool = False) -> ExpertParallel:
@@ -57,8 +57,7 @@ def inputs(seed: int) -> tuple[torch.Tensor, Routing]:
     ("format", "way", "presum"),
     mostly_slow([
         ("bf16", "memory", False), ("fp8_block128", "memory", False), ("mxfp4_mxfp8", "memory", False),
-        ("fp8_block128", "gathered", False), ("bf16", "gathered", True), ("fp8_block128", "hosts", False),
-        ("bf16", "hosts", True),
+        ("fp8_block128", "hosts", False), ("bf16", "hosts", True),
     ], quick=[("bf16", "memory", False), ("bf16", "hosts", True)]),
 )  # fmt: skip
 @pytest.mark.usefixtures("group")
@@ -92,7 +91,7 @@ def test_out(fake, monkeypatch, way):
     for wrong in (out[:-1], out.float(), out.t().contiguous().t(), 7):
         with pytest.raises(ValueError, match="^out: expected"):
             parallel.moe(tokens, routing, out=wrong)
-        parallel._shared().report.zero_()
+        parallel._exchange.domain.report.zero_()
     assert_same_bits(out, parallel.moe(tokens, routing))
 
 
@@ -107,7 +106,7 @@ def test_errors(fake, monkeypatch, way):
     bad = Routing(routing.topk_weights, routing.topk_ids.clone().fill_(9), 4)
     with pytest.raises(ValueError, match="refused its arguments in an earlier call: routing.topk_ids: expected ids"):
         parallel.moe(tokens, bad)
-    report = parallel._shared().report
+    report = parallel._exchange.domain.report
     assert report.tolist() == [[0], [0]]
     parallel.moe(tokens, routing)
     for wrong, said in (
@@ -132,7 +131,7 @@ def test_a_closed_object_keeps_no_memory(fake, monkeypatch, way):
     parallel = open_here(monkeypatch, "bf16", way)
     for seed in range(3):
         parallel.moe(*inputs(seed))
-    owner = weakref.ref(parallel.domain or parallel.buffers)
+    owner = weakref.ref(parallel._exchange.owner)
     parallel.close()
     assert owner() is None  # at once: GPU memory can't wait for the collector of cycles
     with pytest.raises(ValueError, match="expected an open object"):

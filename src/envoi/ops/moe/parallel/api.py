@@ -1,24 +1,22 @@
 """Public class `envoi.ExpertParallel`: experts spread over the ranks of a torch.distributed group."""
 
 import itertools
-import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from envoi.estimates.exchange import gathering_pays, link_of
+from envoi.check import describe, expect_tensor
 from envoi.ops.moe.op import (
     as_rows,
     check_call,
-    check_ids,
     check_tokens,
     constants_of,
     empty_out,
@@ -28,43 +26,64 @@ from envoi.ops.moe.op import (
     unflatten,
     widened,
 )
-from envoi.ops.moe.parallel import counted, gathered, hosts_device, memory, nvlink
-from envoi.ops.moe.parallel.collectives import connect_ranks, gather_texts
-from envoi.ops.moe.parallel.dispatch import REFUSED_ON_HOST
-from envoi.ops.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
-from envoi.ops.moe.parallel.load import Load, empty_history, load_of, note
+from envoi.ops.moe.parallel.collectives import gather_texts
+from envoi.ops.moe.parallel.exchange import Exchange, OnDevice, Owner, Rows, Team, domain_of, run_layer
+from envoi.ops.moe.parallel.load import Load, empty_history, load_of
+from envoi.ops.moe.parallel.memory import open_exchange
 from envoi.ops.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
+    EXCHANGES,
+    HOSTNAME,
     OPENING,
+    agree_on_hosts,
     agree_on_kernels,
     agree_on_sizes,
     check_options,
     check_out,
     check_sizes,
     complaint,
+    connect_hosts,
+    connect_rail,
     device_and_timeout,
     name_object,
     open_channel,
     raise_together,
     ranks_by_store,
     resolve_group,
-    same_everywhere,
+    wanted_by,
 )
-from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
-from envoi.ops.moe.parallel.timeout import PeerTimeout
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.parallel.trace import STEP as TRACE
 from envoi.ops.moe.parallel.trace import Timeline, trace_call, untraceable
-from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
+from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, unbounded
 from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
-from envoi.runtime.devices import Target
+from envoi.runtime.devices import Target, limited
 from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain
 from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given
-from envoi.types import ExpertWeights, Routing
+from envoi.types import ExpertWeights, Matrix, Routing
 
 # The operator finds its object by name.
+CLOSED = "ExpertParallel: expected an open object, got one that was closed"
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """Rows that a rank has received for its experts: what `ExpertParallel.dispatch` returns and `combine` takes.
+
+    rows [P, H]: tokens of all ranks sorted by (expert, source rank, slot); bf16, or a QuantTensor in the format's
+        scheme for tokens. offsets [E + 1] int32, on the device: this rank's expert e owns rows offsets[e] :
+        offsets[e + 1]; rows past offsets[E] are undefined. topk_weights [P] float32: the routing weight of each row.
+    """
+
+    rows: Matrix
+    offsets: torch.Tensor
+    topk_weights: torch.Tensor
+    shape: tuple[int, ...] = field(repr=False)
+    dtype: torch.dtype = field(repr=False)
+    received: Rows = field(repr=False)
 
 
 class ExpertParallel:
@@ -87,18 +106,26 @@ class ExpertParallel:
         is faster than to count first; over NCCL what is said above of the host, graphs, order and compiling is true of
         that too, and room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the
         experts' format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles then.
-    presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
-        during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
-        then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
-        None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Over
-        NCCL and gloo None means False, and True is ignored where tokens are counted.
-    hosts: the name of the host of each rank of the group, or "hostname": a token then crosses to another host once,
-        between ranks of the same place on their hosts, and is passed on there, between GPUs by the kernels of NVLink;
-        its rows come back the same way, one for each slot, or with presum one sum for each host. Hosts have equally
-        many ranks. Needs max_tokens and num_topk. None = rows travel between all ranks alike, as they do if GPUs of a
-        host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
-        for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
-    fused: deprecated: False changes nothing and warns, True is refused. What it chose was slower, and was removed.
+    exchange: how tokens are exchanged and what is sent back.
+        "auto": the fastest way that there is, which may be "sums" over NVLink if a model of the time predicts it;
+        "rows": the fastest way that sends a row for every slot back, which gives the bits of one rank;
+        "sums": a token's rows are summed on each rank before they are sent back: fewer bytes sent, but none of them
+        during the second GEMM, one rounding more, and bits that depend on the number of ranks. Over NVLink the room in
+        bf16 is then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of
+        intermediate. Where tokens are counted it is "rows";
+        "hosts", "hosts+sums": a token crosses to another host once, between ranks of the same place on their hosts, and
+        is passed on there, between GPUs by the kernels of NVLink; its rows come back the same way, one for each slot,
+        or one sum for each host. Hosts have equally many ranks. If GPUs of a host don't reach each other's memory rows
+        travel between all ranks alike (`why` says so). Over NCCL the room of max_tokens is that of NVLink for the
+        tokens of num_ranks / ranks of a host ranks, in bf16 once more;
+        "gathered", "gathered+sums": by collectives of constant size between all ranks alike, not over NVLink;
+        "counted": by collectives of counted rows. All but "auto", "rows", "sums" and "counted" need max_tokens and
+        num_topk.
+    num_sms: the most multiprocessors that a call takes, as far as its launches' grids say, as in `envoi.gemm`; it may
+        differ by rank. None = all.
+    hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names.
+    presum, fused: deprecated. presum: True means exchange "sums", False "rows", with hosts "hosts+sums" and "hosts".
+        fused: False changes nothing, True is refused. What it chose was slower, and was removed.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
@@ -119,53 +146,52 @@ class ExpertParallel:
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
-        presum: bool | None = None, hosts: str | Sequence[str] | None = None, fused: bool | None = None,
+        presum: bool | None = None, hosts: str | Sequence[str] | None = None, fused: bool | None = None, *,
+        exchange: str = "auto", num_sms: int | None = None,
     ):  # fmt: skip
-        refusal = complaint(check_options, experts, timeout_s, max_tokens, num_topk, presum, fused)
+        options = experts, timeout_s, max_tokens, num_topk, exchange, num_sms, hosts, presum, fused
+        refusal = complaint(check_options, *options)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
-        if fused is False:
-            warnings.warn("fused: False is what ExpertParallel does; leave the argument away", DeprecationWarning, 2)
+        exchange, warned = wanted_by(exchange, hosts, presum, fused)
+        for text in warned:
+            warnings.warn(text, DeprecationWarning, 2)
         group = resolve_group(group)
         # Also if arguments are refused: all ranks count alike.
         self.name = name_object(dist.get_process_group_ranks(group))
-        self.channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
-        raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
-        self.experts, self.timeout_s = experts, timeout_s
-        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
-        self._kernels = agree_on_kernels(self.channel, experts)
-        names = [] if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), experts.device)
-        self._hosts = tuple(names) if len(set(names)) > 1 else ()
-        over_gloo = self.channel.data is self.channel.control
-        grouped = connect_hosts(self.channel, names, self.name, timeout_s) if self._hosts and over_gloo else None
-        rail = connect_rail(self.channel, group, names, self.name, timeout_s) if self._hosts and not over_gloo else None
-        self.channel.watch.opened(ranks_by_store(self.channel))
-        self._lock: Any = threading.RLock()
-        self.expert_offsets = [0, *itertools.accumulate(sizes)]
-        self.num_experts = self.expert_offsets[-1]
-        self.rank_ends = torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=experts.device)
+        self.channel = channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
+        raise_together(gather_texts(channel, refusal, OPENING), refusal)
+        self.experts, self.timeout_s, self.num_sms = experts, timeout_s, num_sms
         self.max_tokens, self.num_topk = max_tokens, num_topk
-        self._history = empty_history(self.num_experts, experts.device)
-        self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
-        self.room: gathered.Room | None = None
-        self.buffers: memory.Buffers | None = None
-        self.domain, self.why = self._open_domain(group, presum) if rail is None else (None, "")
-        if self.domain is not None:
-            self.transport = "nvlink"
-        elif rail is not None:
-            layout = replace(self._layout(cast(int, max_tokens), cast(int, num_topk)), presum=bool(presum))
-            self.buffers, self.why = memory.open_hosts(self._owner, experts, layout, self._hosts, rail)
-        if self.domain is None and self.buffers is None:
-            self._open_room(bool(presum), group, grouped)
-        shared = self._shared()
-        if shared is not None:
-            self._lock = shared.lock  # objects that share memory take turns
-        self.presum, self.exchange = memory.exchange_of(self.domain, self.buffers, self.room)
-        self._is_loaded = not compiles(experts.device)
-        if self.exchange == "counted" and self.transport == "nccl":
-            counted.oversee_calls(self.channel)
+        sizes, wanted = agree_on_sizes(channel, experts, timeout_s, max_tokens, num_topk, exchange), EXCHANGES[exchange]
+        self._kernels = agree_on_kernels(channel, experts, num_sms)
+        self._hosts: tuple[str, ...] = ()
+        if wanted.route == "hosts":
+            names = agree_on_hosts(channel, hosts or HOSTNAME, (max_tokens, num_topk), experts.device)
+            self._hosts = tuple(names) if len(set(names)) > 1 else ()
+            wanted = wanted if self._hosts else wanted._replace(route=None)
+        connected = None
+        if self._hosts and channel.queues:
+            connected = connect_rail(channel, group, self._hosts, self.name, timeout_s)
+        elif self._hosts:
+            connected = connect_hosts(channel, self._hosts, self.name, timeout_s)
+        channel.watch.opened(ranks_by_store(channel))
+        self.expert_offsets = [0, *itertools.accumulate(sizes)]
+        self.num_experts, device = self.expert_offsets[-1], experts.device
+        self._team = Team(
+            channel, self.name, tuple(self.expert_offsets),
+            torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=device), timeout_s, device,
+            empty_history(self.num_experts, device), experts.format,
+        )  # fmt: skip
+        layout = None if max_tokens is None or num_topk is None else self._layout(max_tokens, num_topk)
+        self._exchange: Exchange | None
+        self._exchange, self.why = open_exchange(self._team, experts, layout, wanted, group, self._hosts, connected)
+        self._lock = self._exchange.lock
+        self.exchange, self.presum = self._exchange.name, self._exchange.presum
+        self.transport = "nvlink" if self.exchange == "memory" else "nccl" if channel.queues else "gloo"
+        self._is_loaded = not compiles(device)
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,42 +229,103 @@ class ExpertParallel:
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def _moe_prepared(self, tokens: torch.Tensor, routing: Routing, given: Given) -> torch.Tensor:
-        """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_on_device`."""
-        with self._lock:
+        """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run`."""
+        with self._lock, self._limits():
             calls, experts = self._calls, self.experts
             if calls is None or not self._is_loaded:  # closed meanwhile; in the first call ranks wait for each other
                 return copied(self._moe(tokens, routing), given)
-            self._check_lateness()
-            constants = "moe_parallel", routing.num_experts, *constants_of(experts)
-            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), self._history
+            exchange = cast(OnDevice, self._exchange)
+            exchange.check_lateness()
+            exchange.domain.pending = None
+            constants = "moe_parallel", routing.num_experts, self.num_sms, *constants_of(experts)
+            history = self._team.history
+            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), history
             out = calls.replay(constants, tensors, given)
             if out is MISSED:
-                arguments = tokens, routing, experts, self._history
-                call = Plannable(self._launch_call, arguments, owner=self.domain or self.buffers)
+                call = Plannable(self._launch_call, (tokens, routing, experts, history), owner=exchange.owner)
                 out = calls.run(constants, tensors, partial(self._moe, tokens, routing), call, given)
-            self.check()
+            exchange.check()
             return out
 
     def _launch_call(
-        self, owner: Domain | memory.Buffers, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights,
-        history: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self, owner: Owner, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, history: torch.Tensor
+    ) -> torch.Tensor:
         """Launch what a call does, on this memory. Raises ValueError for arguments that `_moe` refuses."""
         refusal = complaint(check_call, tokens, routing, experts)
         rows, slots, dtype = as_rows(tokens, routing)
         if refusal := refusal or self._refusal(rows, slots, experts):
             raise ValueError(refusal)
-        domain = owner if isinstance(owner, Domain) else owner.domain
-        domain.history = history
-        slots = widened(slots.topk_weights, slots.topk_ids)
-        out = memory.run_layer(owner, *compiled_form(rows, *slots, domain.layout.num_topk), experts)
+        domain_of(owner).history = history
+        out = run_layer(owner, rows, *widened(slots.topk_weights, slots.topk_ids), experts)
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+
+    def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+        """Send this rank's tokens [M, H] to the ranks of their experts; return the rows of this rank's. Collective.
+
+        For experts that aren't Envoi's: `moe` is dispatch, experts, combine, with the same bits. Every rank calls
+        `combine` next, on the same stream. Arguments are those of `moe`: tokens in bf16 or fp16, topk_ids [M, k] int32
+        or int64, -1 = masked slot, topk_weights [M, k] float32.
+
+        Where the host doesn't wait ("memory", and "hosts" and "gathered" over NCCL) rows are in memory that the next
+        call of any object of these sizes writes, P is the most that there can be, and a CUDA graph can hold both calls.
+        Raises as `moe` does. Not for calls that torch.compile traces.
+        """
+        refusal = complaint(lambda: check_call(tokens, Routing(topk_weights, topk_ids, self.num_experts), self.experts))
+        if refusal:
+            rows, slots, dtype = tokens, None, torch.bfloat16
+        else:
+            rows, slots, dtype = as_rows(tokens, Routing(topk_weights, topk_ids, self.num_experts))
+        weights, ids = (topk_weights, topk_ids) if slots is None else widened(slots.topk_weights, slots.topk_ids)
+        with self._lock, self._on_device():
+            received = self._dispatch(rows, Routing(weights, ids, self.num_experts), refusal)
+            if isinstance(self._exchange, OnDevice):
+                self._exchange.domain.pending = received
+        return Dispatched(*received[:3], tuple(tokens.shape), dtype, received)
+
+    def combine(self, rows: torch.Tensor, handle: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Send rows back to the ranks of their tokens; return the sum of each of this rank's tokens. Collective.
+
+        rows [P, H] bf16, contiguous: what the experts made of handle.rows, in their order, each times its weight in
+        handle.topk_weights. handle: what `dispatch` returned for the last call. out: takes the result, as for `moe`.
+
+        Returns tokens of the shape and dtype that `dispatch` took: the sums of their rows in the order of the slots, in
+        float32, rounded once; with presum of each rank's, or host's, sums. Raises ValueError on this rank alone for
+        wrong arguments, PeerTimeout if a rank is lost or late.
+        """
+        if not isinstance(handle, Dispatched):
+            raise ValueError(f"handle: expected what dispatch returned, got {describe(handle)}")
+        expect_tensor("rows", rows, torch.bfloat16, tuple(handle.rows.shape), self.experts.device)
+        if not rows.is_contiguous() or rows.data_ptr() % 16:
+            raise ValueError("rows: expected a contiguous tensor at a multiple of 16 bytes, got another")
+        if out is not None:
+            check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=out.device))
+        with self._lock, self._on_device():
+            exchange = self._open_exchange()
+            if isinstance(exchange, OnDevice):
+                if exchange.domain.pending is not handle.received:
+                    raise ValueError("handle: expected that of the last call, whose rows a later one hasn't replaced")
+                exchange.domain.pending = None
+            total = exchange.combine(exchange.accept(rows, handle.received), handle.received)
+        self.check()
+        total = total.to(handle.dtype).view(handle.shape)
+        return total if out is None else out.copy_(total)
 
     @property
     def _calls(self) -> Calls | None:
         """Prepared calls, None where the host takes part in a call."""
-        owner = self.domain or self.buffers
-        return None if owner is None else owner.calls
+        return self._exchange.calls if isinstance(self._exchange, OnDevice) else None
+
+    def _limits(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.num_sms is None else limited(self.num_sms)
+
+    def _on_device(self) -> AbstractContextManager:
+        """Context of a call: this rank's GPU, and its share of it."""
+        if self.experts.device.type != "cuda" and not isinstance(self._exchange, OnDevice):
+            return self._limits()
+        found = ExitStack()
+        found.enter_context(torch.cuda.device(self.experts.device))
+        found.enter_context(self._limits())
+        return found
 
     def warm_up(self, jobs: int | None = None, progress: bool = True) -> int:
         """Compile and load all kernels that calls with up to max_tokens tokens need; return how many. Collective.
@@ -262,13 +349,12 @@ class ExpertParallel:
         raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
         if not compiles(device):
             return 0
-        shared = self._shared()
-        with self._lock, torch.cuda.device(device):
+        with self._lock, self._on_device():
             call = self._call_without_memory()
             sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
-            if shared is not None:
+            if isinstance(self._exchange, OnDevice):
                 self._is_loaded = True
-                shared.has_kernels.add(self._kernels)
+                self._exchange.domain.has_kernels.add(self._kernels)
             if shortcuts.PREPARED and self._calls is not None:
                 prepare(self.moe, self.experts, self.num_experts, call.most, call.num_topk)
                 torch.cuda.synchronize(device)
@@ -280,30 +366,31 @@ class ExpertParallel:
         layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
         layout = replace(layout, presum=self.presum)
         k, experts = layout.num_topk, without_tensors(self.experts)
-        if self._shared() is None:
+        if not isinstance(self._exchange, OnDevice):
             return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
-        hosts = self._hosts if self.exchange == "hosts" else ()
-        return ParallelCall(layout, k, *sizes, experts, self.buffers is not None, hosts)
+        ranks = tuple(str(rank) for rank in range(layout.num_ranks))
+        hosts = {"memory": (), "gathered": ranks, "hosts": self._hosts}[self.exchange]
+        return ParallelCall(layout, k, *sizes, experts, hosts)
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
 
         After `torch.cuda.synchronize()` these are all calls. Not a collective call.
         """
-        self._check_lateness()
-        shared = self._shared()
-        if shared is not None and any(shared.codes[1]):
-            self._raise_refusal(shared)
+        if self._exchange is not None:
+            self._exchange.check()
+        elif self.channel.watch.failure is not None:
+            raise self.channel.watch.failure
 
     def load(self) -> Load:
         """Return the tokens that the last 128 calls brought to each expert and rank: see `Load`. Not a collective call.
 
         Neither a call nor this waits for the device: what the device has yet to do counts when it is done, replays of
-        CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host; the
-        others' stay 0.
+        CUDA graphs too. Refused calls don't count. With exchange "hosts", and "gathered" over NCCL, a rank counts the
+        experts of its own host, or its own; the others' stay 0.
         """
-        return load_of(self._history, self.expert_offsets)
+        return load_of(self._team.history, self.expert_offsets)
 
     def trace(self, tokens: torch.Tensor, routing: Routing) -> Timeline:
         """Return a timeline of one call: what each role of each multiprocessor did, and when. Collective; NVLink only.
@@ -315,9 +402,9 @@ class ExpertParallel:
         rows, slots, _ = as_rows(tokens, routing)
         refusal = untraceable(self.exchange, self.experts.device) or self._refusal(rows, slots, self.experts)
         raise_together(gather_texts(self.channel, refusal, TRACE), refusal)
-        with self._lock, torch.cuda.device(self.experts.device):
+        with self._lock, self._on_device():
             call, run = cast(ParallelCall, self._call_without_memory()), partial(self._moe, rows, slots)
-            return trace_call(self.channel, cast(Domain, self.domain), call, len(rows), run)
+            return trace_call(self.channel, cast(OnDevice, self._exchange).domain, call, len(rows), run)
 
     def close(self) -> None:
         """Free the object's memory; later calls raise ValueError. Not a collective call.
@@ -326,155 +413,36 @@ class ExpertParallel:
         """
         with self._lock:
             _instances.pop(self.name, None)
-            self.domain = self.buffers = None
+            self._exchange = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = "") -> torch.Tensor:
-        with self._lock:  # exchanges of two calls that interleave would be taken for each other's
-            refusal = refusal or self._refusal(tokens, routing, experts)
-            shared = self._shared()
-            if shared is not None:
-                return self._run_on_device(shared, refusal, tokens, routing, experts)
-            if self.room is not None:
-                return self._run_gathered(self.room, refusal, tokens, routing, experts)
-            return self._run_counted(refusal, tokens, routing, experts)
+        with self._lock, self._on_device():  # exchanges of two calls that interleave would be taken for each other's
+            exchange, received = self._open_exchange(), self._dispatch(tokens, routing, refusal)
+            out = exchange.combine(exchange.run_experts(received, experts), received)
+            # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
+            exchange.check()
+            return out
 
-    def _run_counted(
-        self, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
-    ) -> torch.Tensor:
-        ids = None if refusal else routing.topk_ids
-        numbers = counted.agree(self.channel, ids, self.expert_offsets, self.rank_ends)
-        if any(numbers.refused):
-            refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
-            raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
-        same_everywhere("routing.topk_ids: num_topk", numbers.k)
-        note(self._history, numbers.experts)
-        return counted.run_layer(
-            tokens, routing.topk_weights, routing.topk_ids, experts, numbers, self.expert_offsets, self.rank_ends,
-            self.channel,
-        )  # fmt: skip
-
-    def _run_gathered(
-        self, room: gathered.Room, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
-    ) -> torch.Tensor:
-        refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
-        out = None
-        if refusal:
-            gathered.refuse(room)
-        else:
-            out = gathered.run_layer(room, tokens, routing.topk_weights, routing.topk_ids, experts)
-        if out is None:
-            raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
-        return cast(torch.Tensor, out)
-
-    def _run_on_device(
-        self, domain: Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
-    ) -> torch.Tensor:
-        self._check_lateness()
-        domain.history = self._history
-        device = domain.memory.device
-        with torch.cuda.device(device):
-            if self._kernels not in domain.has_kernels and compiles(device):
+    def _dispatch(self, tokens: torch.Tensor, routing: Routing, refusal: str) -> Rows:
+        exchange = self._open_exchange()
+        refusal = refusal or self._refusal(tokens, routing, self.experts)
+        if isinstance(exchange, OnDevice):
+            exchange.check_lateness()
+            exchange.domain.pending, device = None, exchange.domain.memory.device
+            if self._kernels not in exchange.domain.has_kernels and compiles(device):
                 compile_together(self.channel, self._call_without_memory(), Target.of(device), None, False, FIRST)
-                domain.has_kernels.add(self._kernels)
+                exchange.domain.has_kernels.add(self._kernels)
             self._is_loaded = True
-            if refusal:
-                key = f"refused/{self.channel.rank}"
-                with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
-                    domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
-                memory.refuse(self.buffers or domain)
-                raise ValueError(refusal)
-            given = *compiled_form(tokens, routing.topk_weights, routing.topk_ids, domain.layout.num_topk), experts
-            out = memory.run_layer(self.buffers or domain, *given)
-        # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
-        self.check()
-        return out
+        return exchange.dispatch(tokens, routing.topk_weights, routing.topk_ids, self._team, refusal)
 
-    def _shared(self) -> Domain | None:
-        """Return the memory of calls that only the device follows, None if the host does."""
-        return self.domain if self.buffers is None else self.buffers.domain
-
-    def _check_lateness(self) -> None:
-        """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
-        shared = self._shared()
-        watch = self.channel.watch if shared is None else shared.watch
-        codes = [] if shared is None else self._late_codes(shared)
-        if watch.failure is None and any(codes):
-            late = [rank for rank, code in enumerate(codes) if code]
-            step = nvlink.LATE_STEPS[codes[late[0]]]
-            if self.buffers is not None:  # who is late is asked of all
-                # Within a host a flag was waited for; elsewhere rows of another call have come, without a wait.
-                by_flag = isinstance(self.buffers, hosts_device.Buffers) and any(self.buffers.domain.codes[0])
-                with suppress(PeerTimeout):
-                    waited_s, number = self.timeout_s if by_flag else 0.0, self.buffers.calls_begun
-                    watch.fail(step, TimeoutError(step), waited_s, number=number)
-            else:
-                names = watch.first_to_say([watch.ranks[rank] for rank in late])
-                watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)
-        if watch.failure is not None:
-            raise watch.failure
-
-    def _late_codes(self, shared: Domain) -> list[int]:
-        """Return the code of each rank that shares memory with this one, then those of other hosts."""
-        codes = list(shared.codes[0])
-        return codes + list(self.buffers.late_codes) if isinstance(self.buffers, hosts_device.Buffers) else codes
-
-    def _raise_refusal(self, domain: Domain) -> None:
-        """Raise ValueError for arguments refused in this call or an earlier one, unless this rank's host has raised it.
-
-        Resets the codes that it reads from `report`.
-        """
-        codes = list(domain.codes[1])
-        complaining = [(at, code) for at, code in enumerate(codes) if code]
-        for at, _ in complaining:  # not all: the device may write others meanwhile
-            domain.codes[1][at] = 0
-        if isinstance(self.buffers, hosts_device.Buffers):
-            complaining = [self.buffers.culprit(*said) for said in complaining]
-        refused = [said for said in complaining if said != (self.channel.rank, REFUSED_ON_HOST)]
-        if not refused:
-            return
-        rank, code = refused[0]
-        text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
-        if code == REFUSED_ON_HOST:
-            text = domain.watch.ask(lambda store: store.get(f"refused/{rank}"), self.timeout_s).decode()
-        raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
-
-    def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
-        """Return the memory shared over NVLink, or None, and the reason. Collective."""
-        if self.transport == "gloo":
-            return None, "the group is one of gloo"
-        if self.max_tokens is None or self.num_topk is None:
-            return None, "max_tokens and num_topk weren't given"
-        layout = self._layout(self.max_tokens, self.num_topk)
-        layout = memory.with_presum(layout, self.experts.intermediate, presum)
-        return memory.open_domain(self._owner, self.experts, layout, group)
-
-    @property
-    def _owner(self) -> memory.Owner:
-        offsets = tuple(self.expert_offsets)
-        return memory.Owner(self.channel, self.name, offsets, self.timeout_s, self.experts.device)
+    def _open_exchange(self) -> Exchange:
+        if self._exchange is None:
+            raise ValueError(CLOSED)
+        return self._exchange
 
     def _layout(self, max_tokens: int, num_topk: int) -> SharedLayout:
         sizes = self.channel.num_ranks, self.num_experts, max_tokens, num_topk
         return SharedLayout(*sizes, self.experts.hidden, self.experts.format)
-
-    def _open_room(self, presum: bool, group: dist.ProcessGroup, hosts: Hosts | None) -> None:
-        """Prepare to gather tokens if sizes were given and counting would take longer, or by host. Collective."""
-        device = self.experts.device
-        if self.transport == "nccl":
-            connect_ranks(self.channel, self.channel.data, OPENING)
-        if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
-            return
-        layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
-        link = link_of(self.transport, len(self.channel.watch.ranks_by_store) == layout.num_ranks)
-        if hosts is None and not gathering_pays(
-            link, layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
-            layout.token_bytes, presum,
-        ):  # fmt: skip
-            return
-        if self.transport == "gloo":
-            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, self._history, hosts)
-        elif not any(gather_texts(self.channel, nvlink.why_not_kernels(self.experts), OPENING)):
-            self.buffers = memory.open_gathered(self._owner, layout, group)
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
@@ -495,5 +463,5 @@ def _moe_parallel(
         down_bounded, order, gate_up_layout, gate_up_scale, down_scale,
     )  # fmt: skip
     if parallel not in _instances:
-        raise ValueError("ExpertParallel: expected an open object, got one that was closed")
+        raise ValueError(CLOSED)
     return _instances[parallel]._run(tokens, Routing(topk_weights, topk_ids, num_experts), experts)

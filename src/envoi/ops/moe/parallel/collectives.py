@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from envoi.ops.moe.parallel.progress import in_background
-from envoi.ops.moe.parallel.timeout import PeerTimeout, Watch, line_of
+from envoi.ops.moe.parallel.failure import PeerTimeout, Watch, line_of
+from envoi.ops.moe.parallel.oversee import in_background
 
 _ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups, or backends, that this process has ended
 

@@ -156,3 +156,18 @@ def sum_ranks_kernel(
         first = last
     store_total(out, m, columns, width, total, state)
     note_moment(trace, 0, 0, 1)
+
+
+@triton.jit(do_not_specialize=["num_local"])
+def send_rows_kernel(rows, destinations, offsets, width, num_local, BLOCK: tl.constexpr):
+    """Store row r of rows [P, width] bf16 at the address destinations[r], as L2 does, for all rows of experts here.
+
+    offsets [num_local + 1] int32: the last one is the number of rows, 0 if the call has failed.
+    """
+    for row in range(tl.program_id(0), tl.load(offsets + num_local), tl.num_programs(0)):
+        to = tl.multiple_of(tl.load(destinations + row).to(rows.dtype), 16)
+        source = rows + tl.cast(row, tl.int64) * width
+        for first in range(0, width, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            x = tl.load(source + columns, mask=columns < width, other=0.0)
+            tl.store(to + columns, x, mask=columns < width)

@@ -1,190 +1,163 @@
-"""Memory of ExpertParallel on GPUs: allocated on all ranks, then connected, so that none waits for one that failed."""
+"""Opening of an exchange: which one ranks use, and its memory, allocated on all ranks and then connected.
+
+No rank waits for one that failed: each step is taken on all ranks before the next.
+"""
 
 import platform
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from envoi.estimates.exchange import presum_pays
-from envoi.ops.moe.parallel import gathered, gathered_device, hosts_device, nvlink, symmetric_memory
-from envoi.ops.moe.parallel.collectives import Channel, gather_texts
-from envoi.ops.moe.parallel.hosts import Grid
-from envoi.ops.moe.parallel.opening import OPENING, first_error
-from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.estimates.exchange import gathering_pays, link_of, presum_pays
+from envoi.ops.moe.parallel import nvlink, symmetric_memory
+from envoi.ops.moe.parallel.collectives import connect_ranks, gather_texts
+from envoi.ops.moe.parallel.constant import Constant, Room
+from envoi.ops.moe.parallel.counted import Counted
+from envoi.ops.moe.parallel.exchange import Exchange, OnDevice, Owner, Team
+from envoi.ops.moe.parallel.opening import OPENING, Grid, Hosts, Wanted, first_error
+from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights
 
-Buffers = gathered_device.Buffers | hosts_device.Buffers
 NVLINK = "all ranks reach each other's memory"
-BY_HOST = "ranks are grouped by host"
-# Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
-_domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
-_buffers: "weakref.WeakValueDictionary[tuple, Buffers]" = weakref.WeakValueDictionary()
+# Exchanges of earlier objects: those of equal sizes, such as a model's layers, use the same memory in turn.
+_opened: "weakref.WeakValueDictionary[tuple, OnDevice]" = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Rank for whose object memory is made. name: the object's; device: its experts'."""
+def open_exchange(
+    team: Team, experts: ExpertWeights, layout: SharedLayout | None, wanted: Wanted, group: dist.ProcessGroup,
+    hosts: Sequence[str], connected: Any,
+) -> tuple[Exchange, str]:  # fmt: skip
+    """Return the exchange of a group, and why it is none by kernels over NVLink, or why it is. Collective.
 
-    channel: Channel
-    name: str
-    expert_offsets: tuple[int, ...]
-    timeout_s: float
-    device: torch.device
-
-
-def new_domain(owner: Owner, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
-    """Return memory that all ranks share over NVLink, or None, and the reason. Collective."""
-    made: list[Domain] = []
-
-    def allocate() -> None:
-        offsets = list(owner.expert_offsets)
-        made.append(symmetric_memory.allocate(layout, owner.channel.rank, offsets, owner.timeout_s, owner.device))
-        made[0].watch = owner.channel.watch
-
-    failed = _in_steps(owner.channel, allocate, lambda: symmetric_memory.connect(made[0], group))
-    return (None, failed) if failed else (made[0], "")
-
-
-def open_domain(
-    owner: Owner, experts: ExpertWeights, layout: SharedLayout, group: dist.ProcessGroup
-) -> tuple[Domain | None, str]:
-    """Return memory over NVLink, an earlier object's if all ranks have it; or None, and the reason. Collective."""
-    refusals = gather_texts(owner.channel, nvlink.why_not_kernels(experts), OPENING)
-    names = gather_texts(owner.channel, platform.node(), OPENING)
-    if any(refusals) or len(set(names)) > 1:
-        return None, next(filter(None, refusals), "the ranks are on several hosts")
-    key = tuple(owner.channel.watch.ranks), layout, owner.expert_offsets, owner.timeout_s
-    domain = _domains.get(key)
-    if domain is not None and any(domain.codes[0]):
-        domain = None  # a rank was lost: the flags can't be trusted any more
-    if all(gather_texts(owner.channel, "known" if domain is not None else "", OPENING)):
-        return domain, NVLINK
-    domain, failed = new_domain(owner, layout, group)
-    if domain is not None:
-        _domains[key] = domain
-    return domain, failed or NVLINK
-
-
-def run_layer(
-    owner: Domain | Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-    experts: ExpertWeights,
-) -> torch.Tensor:  # fmt: skip
-    """Run the layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
-    given = tokens, topk_weights, topk_ids, experts
-    if isinstance(owner, Domain):
-        return nvlink.run_layer(owner, *given)
-    if isinstance(owner, hosts_device.Buffers):
-        return hosts_device.run_layer(owner, *given)
-    return gathered_device.run_layer(owner, *given)
-
-
-def refuse(owner: Domain | Buffers) -> None:
-    """Take part in a call whose arguments this rank's host refuses."""
-    if isinstance(owner, Domain):
-        nvlink.refuse(owner)
-    elif isinstance(owner, hosts_device.Buffers):
-        hosts_device.refuse(owner)
+    layout: None without max_tokens and num_topk. hosts: each rank's host, if tokens are exchanged by host; connected:
+    then the `Hosts` of gloo, or NCCL's backend of the rail.
+    """
+    channel, why = team.channel, ""
+    if not channel.queues:
+        why = "the group is one of gloo"
+        if hosts and layout is not None:
+            return Constant(Room(replace(layout, presum=bool(wanted.presum)), channel, connected), "hosts"), why
+    elif hosts and layout is not None:
+        layout = replace(layout, presum=bool(wanted.presum))
+        found, why = _open_rail(team, experts, layout, hosts, group, connected, "hosts")
+        if found is not None:
+            return found, why
+    elif layout is None:
+        why = "max_tokens and num_topk weren't given"
+    elif wanted.route is not None:
+        why = f"exchange is {wanted.route!r}"
     else:
-        gathered_device.refuse(owner)
-
-
-def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.Room | None) -> tuple[bool, str]:
-    """Return `presum` and `exchange` of an `ExpertParallel` with this memory."""
-    if isinstance(buffers, hosts_device.Buffers):
-        return buffers.layout.whole.presum, "hosts"
-    if buffers is not None:
-        return buffers.layout.presum, "gathered"
-    if room is not None:
-        return room.layout.presum, "gathered" if room.hosts is None else "hosts"
-    return (False, "counted") if domain is None else (domain.layout.presum, "memory")
+        found, why = open_domain(team, experts, with_presum(layout, experts.intermediate, wanted.presum), group)
+        if found is not None:
+            return found, why
+    return _open_collective(team, experts, layout, wanted, group), why
 
 
 def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None) -> SharedLayout:
-    """Return the layout with `presum` of `ExpertParallel`; None = if it is predicted to be faster."""
+    """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster."""
     if presum is None:
         sizes = layout.hidden, intermediate, layout.num_topk, layout.max_tokens
         presum = presum_pays(*sizes, layout.num_ranks, layout.format)
     return replace(layout, presum=presum)
 
 
-def open_gathered(owner: Owner, layout: SharedLayout, group: dist.ProcessGroup) -> gathered_device.Buffers | None:
-    """Return buffers around collectives of the group, those of an earlier object if all ranks have them. Collective.
+def open_domain(
+    team: Team, experts: ExpertWeights, layout: SharedLayout, group: dist.ProcessGroup
+) -> tuple[OnDevice | None, str]:
+    """Return the exchange by memory that all ranks share over NVLink, or None, and the reason. Collective."""
+    refusals = gather_texts(team.channel, nvlink.why_not_kernels(experts), OPENING)
+    names = gather_texts(team.channel, platform.node(), OPENING)
+    if any(refusals) or len(set(names)) > 1:
+        return None, next(filter(None, refusals), "the ranks are on several hosts")
 
-    None if a rank is out of memory.
-    """
-    key = group.group_name, layout, owner.expert_offsets, owner.timeout_s
-    found, known = _known(owner.channel, key)
-    if known:
-        return cast(gathered_device.Buffers, found)
-    made: list[gathered_device.Buffers] = []
+    def allocate() -> Owner:
+        sizes = layout, team.channel.rank, list(team.expert_offsets), team.timeout_s, team.device
+        domain = symmetric_memory.allocate(*sizes)
+        domain.watch = team.channel.watch
+        return domain
 
-    def allocate() -> None:
-        offsets = list(owner.expert_offsets)
-        made.append(gathered_device.open_buffers(layout, owner.channel.rank, offsets, owner.timeout_s, owner.device))
+    def connect(domain: Any) -> None:
+        symmetric_memory.connect(domain, group)
 
-    if _in_steps(owner.channel, allocate):
-        return None
-    _buffers[key] = made[0]
-    gathered_device.connect(made[0], owner.channel)
-    return made[0]
+    return _open(team, "memory", (layout,), NVLINK, allocate, connect)
 
 
-def open_hosts(
-    owner: Owner, experts: ExpertWeights, layout: SharedLayout, hosts: Sequence[str], rail: Any
-) -> tuple[hosts_device.Buffers | None, str]:
-    """Return buffers of ranks grouped by host, those of an earlier object if all ranks have them; or None, and why.
-
-    hosts: of each rank. rail: see `hosts_device.connect`. Collective.
-    """
-    refusals = gather_texts(owner.channel, nvlink.why_not_kernels(experts), OPENING)
+def _open_rail(
+    team: Team, experts: ExpertWeights, layout: SharedLayout, hosts: Sequence[str], group: dist.ProcessGroup,
+    backend: Any, name: str,
+) -> tuple[OnDevice | None, str]:  # fmt: skip
+    """Return the exchange by a rail between hosts, and within them by memory; or None, and why. Collective."""
+    refusals = gather_texts(team.channel, nvlink.why_not_kernels(experts), OPENING)
     if any(refusals):
         return None, next(filter(None, refusals))
-    grid = Grid.of(hosts)
-    whole = hosts_device.HostsLayout(layout, grid.num_hosts)
-    key = tuple(owner.channel.watch.ranks), tuple(hosts), whole, owner.expert_offsets, owner.timeout_s
-    found, known = _known(owner.channel, key)
-    if known:
-        return cast(hosts_device.Buffers, found), BY_HOST
-    made: list[hosts_device.Buffers] = []
-    alone = whole.inside.num_ranks == 1
+    grid, rank = Grid.of(hosts), team.channel.rank
+    alone = len(grid.grid) == 1
 
-    def allocate() -> None:
-        sizes = whole, grid, owner.channel.rank, owner.expert_offsets, owner.timeout_s, owner.device
-        made.append(hosts_device.open_buffers(*sizes, shared=not alone))
+    def allocate() -> Owner:
+        sizes = HostsLayout(layout, grid.num_hosts), grid, rank, team.expert_offsets, team.timeout_s, team.device
+        return open_rail(*sizes, shared=not alone)
 
-    def share() -> None:
-        domain, watch = made[0].domain, owner.channel.watch
+    def share(made: Any) -> None:
         if alone:
-            return symmetric_memory.set_peers(domain, [domain.memory.data_ptr()])
-        name = f"{owner.name}/memory of host {int(grid.host[owner.channel.rank])}"
-        store = watch.ask(lambda store: PrefixStore(name, store), owner.timeout_s)
-        return symmetric_memory.connect_part(domain, name, store)
+            return symmetric_memory.set_peers(made.domain, [made.domain.memory.data_ptr()])
+        at = f"{team.name}/memory of host {int(grid.host[rank])}"
+        store = team.channel.watch.ask(lambda store: PrefixStore(at, store), team.timeout_s)
+        return symmetric_memory.connect_part(made.domain, at, store)
 
-    failed = _in_steps(owner.channel, allocate, share)
-    if failed:
-        return None, failed
-    hosts_device.connect(made[0], rail, owner.channel.watch)
-    _buffers[key] = made[0]
-    return made[0], BY_HOST
+    def begin(made: Any) -> None:
+        made.connect(backend, team.channel.watch)
+
+    key = tuple(hosts), layout, group.group_name
+    return _open(team, name, key, "ranks are grouped by host", allocate, share, begin)
 
 
-def _known(channel: Channel, key: tuple) -> tuple[Buffers | None, bool]:
-    """Return the buffers of an earlier object, and whether all ranks have theirs. Collective."""
-    found = _buffers.get(key)
+def _open_collective(
+    team: Team, experts: ExpertWeights, layout: SharedLayout | None, wanted: Wanted, group: dist.ProcessGroup
+) -> Exchange:
+    """Return an exchange between all ranks alike: of constant sizes if that is faster than to count. Collective."""
+    channel = team.channel
+    if channel.queues:
+        connect_ranks(channel, channel.data, OPENING)
+    fits = (team.device.type == "cuda") == channel.queues
+    if layout is None or wanted.route == "counted" or not fits or not _gathers(team, layout, wanted):
+        return Counted(channel)
+    layout, names = replace(layout, presum=bool(wanted.presum)), [str(rank) for rank in range(layout.num_ranks)]
+    if not channel.queues:
+        return Constant(Room(layout, channel, Hosts(Grid.of(names), channel, None)), "gathered")
+    found, _ = _open_rail(team, experts, layout, names, group, group, "gathered")
+    return Counted(channel) if found is None else found
+
+
+def _gathers(team: Team, layout: SharedLayout, wanted: Wanted) -> bool:
+    """Tell whether sizes are to be constant, by the caller's wish or else by an estimate."""
+    on_one_host = len(team.channel.watch.ranks_by_store) == layout.num_ranks
+    link = link_of("nccl" if team.channel.queues else "gloo", on_one_host)
+    sizes = layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden, layout.token_bytes
+    return wanted.route == "gathered" or gathering_pays(link, *sizes, bool(wanted.presum))
+
+
+def _open(
+    team: Team, name: str, sizes: tuple, why: str, allocate: Callable[[], Owner], *steps: Callable[[Any], None]
+) -> tuple[OnDevice | None, str]:
+    """Return an earlier object's exchange if all ranks have it; else a new one; or None and the first rank's error.
+
+    steps: are taken with what `allocate` has returned. Collective.
+    """
+    key = name, tuple(team.channel.watch.ranks), *sizes, team.expert_offsets, team.timeout_s
+    found = _opened.get(key)
     if found is not None and (found.domain.watch.failure is not None or any(found.domain.codes[0])):
-        found = None  # a rank was lost, and the collectives were ended
-    return found, all(gather_texts(channel, "known" if found is not None else "", OPENING))
-
-
-def _in_steps(channel: Channel, *steps: Callable[[], None]) -> str:
-    """Take each step on all ranks before the next; return the first rank's error, "" if there was none. Collective."""
-    for step in steps:
-        for rank, text in enumerate(gather_texts(channel, first_error(step), OPENING)):
+        found = None  # a rank was lost: flags can't be trusted any more, and collectives were ended
+    if all(gather_texts(team.channel, "known" if found is not None else "", OPENING)):
+        return found, why
+    made: list[Owner] = []
+    for step in (lambda: made.append(allocate()), *(lambda step=step: step(made[0]) for step in steps)):
+        for rank, text in enumerate(gather_texts(team.channel, first_error(step), OPENING)):
             if text:
-                return f"rank {rank}: {text}"
-    return ""
+                return None, f"rank {rank}: {text}"
+    _opened[key] = found = OnDevice(name, made[0], team.channel.rank)
+    return found, why

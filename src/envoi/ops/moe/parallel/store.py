@@ -1,25 +1,35 @@
-"""Requests to the default group's store, made by a thread: every wait for the store is bounded.
+"""Store of the default group: requests to it, made by a thread so that every wait is bounded, and what ranks say there.
 
-A store on another host answers only while the network does: a request over a dead link returns after minutes,
-whatever the store's own timeout. So each process has a connection of its own beside the user's, and a thread that makes
-the requests one after the other.
+A store on another host answers only while the network does: a request over a dead link returns after minutes, whatever
+the store's own timeout. So each process has a connection of its own beside the user's, and a thread that makes the
+requests one after the other.
 """
 
 import queue
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
+from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from envoi.runtime.compiling import is_compiling, listen
+
 T = TypeVar("T")
 Request = Callable[[Store], T]
+
+ANSWER_S = 0.05  # for which a thread that oversees waits for the store
+COMPILES_S = 60.0  # for which a rank may compile one kernel, after which it counts as lost
+IDLE_S = 1.0  # between two kernels that a rank compiles within a call
+NO_COMPILER = "0"
 
 # One connection for each default store. One that stays silent is replaced at the next call of `connect`.
 _connections: "weakref.WeakKeyDictionary[Store, Connection]" = weakref.WeakKeyDictionary()
@@ -30,11 +40,12 @@ class StoreSilentError(RuntimeError):
 
 
 class Connection:
-    """Connection to a store, with the thread that makes its requests."""
+    """Connection to a store, with the thread that makes its requests. compiler: tells peers when this rank compiles."""
 
     def __init__(self, store: Store):
         """Connect to the server of `store`, in the thread."""
         self.is_silent = False
+        self.compiler: Compiler | None = None
         self._requests: queue.SimpleQueue = queue.SimpleQueue()
         self._requests.put(store)
         threading.Thread(target=_serve, args=(self._requests,), name="envoi-store", daemon=True).start()
@@ -56,6 +67,66 @@ class Connection:
         except NotDone:
             self.is_silent = True
             raise StoreSilentError(f"the store did not answer within {within_s:.1f} s") from None
+
+
+class Lookout:
+    """What other ranks say in the store, for one thread to ask now and then. ranks: peers that may compile; global.
+
+    alarm: the number that the first rank to fail gave, None if none has failed: see `Watch.fail`.
+    """
+
+    def __init__(self, connection: Connection, name: str, ranks: list[int]):
+        """Ask nothing yet. name: as of a `Watch`."""
+        self.alarm: int | None = None
+        self._connection, self._name, self._ranks = connection, name, ranks
+        self._asked: Future | None = None
+        self._said: dict[int, str] = {}
+        self._until: dict[int, float] = {}
+
+    def look(self, within_s: float = 0.0) -> None:
+        """Take the store's answer if there is one within a moment, and ask if it owes none.
+
+        Raises RuntimeError if the store is gone.
+        """
+        asked = self._asked = self._asked or self._connection.ask(self._read)
+        if within_s:
+            wait_for_futures([asked], within_s)
+        if asked.done():
+            self._asked = None
+            self.alarm, said = asked.result()
+            for rank, number in said.items():
+                if number != self._said.get(rank, NO_COMPILER):
+                    self._until[rank] = time.monotonic() + (IDLE_S if number == NO_COMPILER else COMPILES_S)
+            self._said = said
+
+    def compiles(self) -> bool:
+        """Tell whether a peer compiles, or did a moment ago. Asks once more, and waits for the answer a moment."""
+        for _ in range(2 if self._ranks else 0):  # the first may be an earlier answer
+            with suppress(RuntimeError):
+                self.look(10 * ANSWER_S)
+        return any(time.monotonic() < until for until in self._until.values())
+
+    def _read(self, store: Store) -> tuple[int | None, dict[int, str]]:
+        ours, keys = PrefixStore(self._name, store), {rank: f"envoi/compiling/{rank}" for rank in self._ranks}
+        alarm = int(ours.get("alarm")) if ours.check(["alarm"]) else None
+        return alarm, {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+class Compiler:
+    """Listener of `runtime.compiling`, which tells the store when this rank begins and ends to compile."""
+
+    def __init__(self, connection: Connection, rank: int):
+        """Say that this rank compiles nothing, and listen. rank: this one, global."""
+        self._connection, self._rank, self._count = weakref.ref(connection), rank, 0
+        self.set()
+        listen(self)
+
+    def set(self) -> None:
+        """Tell what is so now: NO_COMPILER, or another number than before."""
+        connection, self._count = self._connection(), self._count + 1
+        number = str(self._count) if is_compiling() else NO_COMPILER
+        if connection is not None:
+            connection.ask(lambda store: store.set(f"envoi/compiling/{self._rank}", number))
 
 
 def connect() -> Connection:

@@ -69,11 +69,6 @@ class SharedLayout:
         return self.max_tokens * self.num_topk
 
     @property
-    def slot_stride(self) -> int:
-        """Distance, in slots, between two ranks' slots in `regions`."""
-        return self.slot_capacity
-
-    @property
     def scheme(self) -> Scheme | None:
         """Scheme in which tokens are sent; None: bf16."""
         return format_named(self.format).activations
@@ -163,12 +158,12 @@ class Domain:
     row_destinations: torch.Tensor
     rank_ends: torch.Tensor
     history: torch.Tensor
-    results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
     # Kinds of kernels, see `opening.agree_on_kernels`, of which every rank has all that calls need.
     has_kernels: set[str] = field(default_factory=set)
-    watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
+    watch: Any = None  # `failure.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
+    pending: Any = None  # what the last call has dispatched, if it is to be combined
     # In the format of `moe.one_launch`, int32 [NUM_COUNTERS], 0 between calls: its counters. Those of `workspace` are
     # for calls of a stream; these, like all memory here, for calls on any, one at a time, eager or from a graph.
     progress: torch.Tensor | None = None

@@ -10,13 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.parallel import gathered_device, hosts_device, memory
+from envoi.ops.moe.parallel import exchange, nvlink
 from envoi.ops.moe.parallel.collectives import Channel, gather_texts
-from envoi.ops.moe.parallel.hosts import Grid
-from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
+from envoi.ops.moe.parallel.exchange import Owner
+from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.permute import combine_rows, empty_rows
 from envoi.ops.moe.warm_up import compile_calls
 from envoi.quant.formats import format_named
@@ -27,7 +28,6 @@ from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights
 
 STEP, FIRST = "warm-up", "first call"
-ALIGNMENT = 16  # for an address or a stride that isn't a multiple Triton compiles another kernel
 PATIENCE_S = 1800.0  # for peers that compile
 
 
@@ -35,8 +35,8 @@ PATIENCE_S = 1800.0  # for peers that compile
 class ParallelCall:
     """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
 
-    num_topk: slots of a token. gathers: by NCCL, else over NVLink. hosts: of each rank, if they are grouped by host.
-    With 0 tokens the rank also refuses a call.
+    num_topk: slots of a token. hosts: of each rank, for an exchange with a rail. The rank also sends rows of other
+    experts back, and with 0 tokens it refuses a call.
     """
 
     layout: SharedLayout
@@ -45,7 +45,6 @@ class ParallelCall:
     expert_offsets: tuple[int, ...]
     timeout_s: float
     experts: ExpertWeights
-    gathers: bool = False
     hosts: tuple[str, ...] = ()
 
     @property
@@ -55,17 +54,16 @@ class ParallelCall:
 
     def __call__(self, num_tokens: int) -> None:
         """Make the call."""
-        sizes = self.layout, self.rank, self.expert_offsets, self.timeout_s
         slots = num_tokens, self.num_topk
         tokens = without_memory((num_tokens, self.layout.hidden), torch.bfloat16)
         given = tokens, without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts
-        if self.hosts:
-            owner = _host_buffers(self.hosts, *sizes)
-        else:
-            owner = _buffers(*sizes) if self.gathers else _domain(*sizes)
-        memory.run_layer(owner, *given)
+        owner = _owner(self.hosts, self.layout, self.rank, self.expert_offsets, self.timeout_s)
+        exchange.run_layer(owner, *given)
+        domain = exchange.domain_of(owner)
+        if not domain.layout.presum:
+            nvlink.send_rows(domain, without_memory(tuple(domain.rows.shape), torch.bfloat16))
         if num_tokens == 0:
-            memory.refuse(owner)
+            exchange.refuse(owner)
 
 
 @dataclass(frozen=True)
@@ -90,24 +88,15 @@ class CountedCall:
 
 
 @lru_cache(maxsize=8)
-def _host_buffers(
+def _owner(
     hosts: tuple[str, ...], layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float
-) -> hosts_device.Buffers:
+) -> Owner:
+    meta = torch.device("meta")
+    if not hosts:
+        return allocate(layout, rank, list(expert_offsets), timeout_s, meta, shared=False)
     grid = Grid.of(hosts)
-    sizes = hosts_device.HostsLayout(layout, grid.num_hosts), grid, rank, expert_offsets, timeout_s
-    return hosts_device.open_buffers(*sizes, torch.device("meta"), shared=False)
-
-
-@lru_cache(maxsize=8)
-def _domain(layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float) -> Domain:
-    return allocate(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"), shared=False)
-
-
-@lru_cache(maxsize=8)
-def _buffers(
-    layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float
-) -> gathered_device.Buffers:
-    return gathered_device.open_buffers(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"))
+    sizes = HostsLayout(layout, grid.num_hosts), grid, rank, expert_offsets, timeout_s
+    return open_rail(*sizes, meta, shared=False)
 
 
 @contextmanager
@@ -171,26 +160,6 @@ def load_all(call: ParallelCall, target: Target, num_tokens: int) -> None:
     """Load all kernels of a call on the current GPU."""
     for launch in launches_of(call, num_tokens, target):
         load(*launch)
-
-
-def compiled_form(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_topk: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a call's arguments in the form for which `compile_together` has compiled: num_topk slots, on 16 bytes.
-
-    Slots that are added are masked ones. Rows of tokens may be apart by a multiple of 16.
-    """
-    more = num_topk - topk_ids.shape[1]
-    if more:
-        topk_weights = functional.pad(topk_weights, (0, more))
-        topk_ids = functional.pad(topk_ids, (0, more), value=-1)
-    return _aligned(tokens), _aligned(topk_weights.contiguous()), _aligned(topk_ids.contiguous())
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a contiguous copy if Triton would compile another kernel for its address or for its rows' stride."""
-    rows_fit = x.stride(1) == 1 and (x.stride(0) % ALIGNMENT == 0 or x.stride(0) == x.shape[1])
-    return x if rows_fit and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _error_of(step: Callable[[], None]) -> str:

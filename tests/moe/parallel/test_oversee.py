@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.ops.moe.parallel import progress
-from envoi.ops.moe.parallel.progress import LOST, HostMarks, oversee, oversee_queue
-from envoi.ops.moe.parallel.pulse import start as tell_when_compiling
-from envoi.ops.moe.parallel.store import Connection
-from envoi.ops.moe.parallel.timeout import Alarm, PeerTimeout, Watch
+from envoi.ops.moe.parallel import oversee as module
+from envoi.ops.moe.parallel.failure import PeerTimeout, Watch
+from envoi.ops.moe.parallel.oversee import LOST, HostMarks, oversee, oversee_queue
+from envoi.ops.moe.parallel.store import Compiler, Connection, Lookout
 from envoi.runtime.compiling import compiling
 from envoi.runtime.wake import Wake
 from tests.helpers.slow import mostly_slow
@@ -164,16 +163,13 @@ class SlowStore(dist.Store):
 
 
 def test_a_store_that_is_slow_is_asked_on():
-    alarm = Alarm(Connection(SlowStore(store := dist.HashStore())), "test")
+    lookout = Lookout(Connection(SlowStore(store := dist.HashStore())), "test", [])
     dist.PrefixStore("test", store).set("alarm", "7")
-    found, end = None, time.monotonic() + 3.0
-    while found is None and time.monotonic() < end:
-        found = alarm.raised(ask=True)
+    end = time.monotonic() + 3.0
+    while lookout.alarm is None and time.monotonic() < end:
+        lookout.look()
         time.sleep(0.02)
-    assert found == 7
-    assert alarm.answer(0.01) is None
-    time.sleep(0.8)
-    assert alarm.answer(0.01) == 7
+    assert lookout.alarm == 7
 
 
 def test_an_idle_rank_asks_only_while_peers_may_call_the_roll():
@@ -228,16 +224,16 @@ def test_a_store_that_is_gone_ends_the_wait():
 
 def test_the_end_of_the_process_stops_all_threads_by_one_handler(monkeypatch):
     registered = []
-    monkeypatch.setattr(progress.atexit, "register", registered.append)
-    monkeypatch.setattr(progress, "_stop_at_exit", cache(progress._stop_at_exit.__wrapped__))
-    before = set(progress._stops)
+    monkeypatch.setattr(module.atexit, "register", registered.append)
+    monkeypatch.setattr(module, "_stop_at_exit", cache(module._stop_at_exit.__wrapped__))
+    before = set(module._stops)
     owners = [Owner() for _ in range(3)]
     watch = Watch(Connection(dist.HashStore()), "test", [0], 0, TIMEOUT_S)
     for owner in owners:
         oversee(owner, torch.zeros(4, dtype=torch.int32), watch, lambda: None)
-    started = set(progress._stops) - before
-    assert len(started) == 3 and registered == [progress._finish]
-    progress._finish()
+    started = set(module._stops) - before
+    assert len(started) == 3 and registered == [module._finish]
+    module._finish()
     assert not any(thread.is_alive() for thread in started)
     kept = [weakref.ref(thread) for thread in started]
     del started
@@ -369,7 +365,7 @@ def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts):
         hosts[0].watch.fail("combine", TimeoutError("combine"), 1.0)
     assert time.monotonic() - begun < 2.5, "the roll call takes up to two seconds"
     assert not ended.is_set()
-    progress._finish()  # as at the end of the process, which waits for the threads
+    module._finish()  # as at the end of the process, which waits for the threads
     assert ended.is_set()
 
 
@@ -442,7 +438,7 @@ def test_what_an_earlier_call_left_is_dropped_when_it_is_complete(hosts):
 
 
 def test_a_rank_that_compiles_itself_waits_no_longer_for_a_lost_one(hosts):
-    tell_when_compiling(hosts[0].watch.connection, 0)
+    hosts[0].watch.connection.compiler = Compiler(hosts[0].watch.connection, 0)
     begun = time.monotonic()
     hosts[0].queue()
     with compiling():
@@ -464,7 +460,7 @@ def test_a_host_that_waits_itself_fails_once(hosts):
 
 @pytest.mark.slow
 def test_collectives_that_end_or_whose_peers_compile_are_left_alone(hosts):
-    tell_when_compiling(hosts[1].watch.connection, 1)
+    hosts[1].watch.connection.compiler = Compiler(hosts[1].watch.connection, 1)
     hosts[0].queue()
     with compiling():  # of the process, in which rank 1 says so
         time.sleep(1.5 * TIMEOUT_S)
@@ -476,9 +472,9 @@ def test_collectives_that_end_or_whose_peers_compile_are_left_alone(hosts):
 
 
 def test_the_thread_that_watches_a_queue_ends_with_it():
-    before = set(progress._stops)
+    before = set(module._stops)
     made = Host(dist.HashStore(), 0)
-    (thread,) = set(progress._stops) - before
+    (thread,) = set(module._stops) - before
     del made
     gc.collect()
     thread.join(2.0)
@@ -487,15 +483,15 @@ def test_the_thread_that_watches_a_queue_ends_with_it():
 
 def test_marks_are_past_each_by_itself():
     marks = HostMarks.on(torch.device("cpu"))
-    for number in range(3 * progress.NUMBERS):
+    for number in range(3 * module.NUMBERS):
         assert not marks.is_past(number)
         if number % 2:  # two streams: the later one is done first
             marks.mark(number)
             assert marks.is_past(number) and not marks.is_past(number - 1)
             marks.mark(number - 1)
         assert all(marks.is_past(before) for before in range(max(0, number - 100), number - 1))
-    last = 300 * progress.NUMBERS + 7
-    marks.noted.fill_((last // progress.NUMBERS - 1) % progress.NUMBERS)
+    last = 300 * module.NUMBERS + 7
+    marks.noted.fill_((last // module.NUMBERS - 1) % module.NUMBERS)
     assert not marks.is_past(last)
     marks.mark(last)
     assert marks.is_past(last)
@@ -509,9 +505,9 @@ def test_the_end_of_the_process_waits_for_threads_that_others_start():
         time.sleep(0.3)
         done.set()
 
-    stop = progress.Wake()
-    progress.in_background(lambda: (stop.wait(60.0), time.sleep(0.2), progress.in_background(end)), stop)
-    progress._finish()
+    stop = Wake()
+    module.in_background(lambda: (stop.wait(60.0), time.sleep(0.2), module.in_background(end)), stop)
+    module._finish()
     assert done.is_set()
 
 

@@ -2,6 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Kernels around the two collectives between hosts, in Triton; within a host the kernels are those of NVLink.
 
+mark_kernel         counts a point of the call, where the host reads it            before and after everything
 pack_slots_kernel   a rank's slots, filled up, and the call's number -> parcel     before the all-gather
 unpack_kernel       parcels of all hosts -> memory that this host's ranks read     after the all-gather
 seal_kernel         the call's number -> end of every part that is sent            before the all-to-all
@@ -14,10 +15,15 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.codes_triton import widen
+from envoi.ops.moe.parallel import rail
 from envoi.ops.moe.parallel.combine_kernels import store_total
-from envoi.ops.moe.parallel.gathered_kernels import BEGUN, CALL, CALL_COLUMNS, ERROR_CODE, check_calls
-from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_DISPATCH, LOST, OUTCOME, ints
+from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, LOST, OUTCOME, ints
 
+ERROR_CODE: tl.constexpr = tl.constexpr(5)  # the entry of the head that says why a rank's arguments are refused
+CALL: tl.constexpr = tl.constexpr(6)  # the entry of the head that says in which call the parcel was packed
+CALL_COLUMNS: tl.constexpr = tl.constexpr(rail.CALL_COLUMNS)
+BEGUN: tl.constexpr = tl.constexpr(0)  # entries of counts: see `oversee`
+HOST_LOST: tl.constexpr = tl.constexpr(3)
 PACKED: tl.constexpr = tl.constexpr(1024)  # slots that a program packs
 HOST_SHIFT: tl.constexpr = tl.constexpr(8)  # an error code says above these bits on which host the rank is, from 1 on
 
@@ -29,6 +35,22 @@ class Peers(NamedTuple):
     addresses: Any
     local_rank: Any
     error_codes: Any
+
+
+@triton.jit
+def mark_kernel(counts, host, state, head, POINT: tl.constexpr):
+    """Add 1 to counts[POINT], and write it to host[POINT], which the host reads without waiting.
+
+    Where a call begins, its number goes into the head of this rank's segment. A call that the host has given up, by
+    host[HOST_LOST], is lost from here on.
+    """
+    count = tl.load(counts + POINT) + 1
+    tl.store(counts + POINT, count)
+    tl.store(host + POINT, count)
+    if POINT == BEGUN:
+        tl.store(head + CALL, count)
+    if tl.load(host + HOST_LOST) != 0:
+        tl.store(state + OUTCOME, LOST)
 
 
 @triton.jit(do_not_specialize=["num_slots", "k", "error_code"])
@@ -68,7 +90,7 @@ def unpack_kernel(
 ):  # fmt: skip
     """Unpack one token of one host's parcel, if an expert of it is on this host. Program: host * (max_tokens + 1) + m.
 
-    parcels: of the ranks of this rail, parcel_bytes each, uint8; offsets: `hosts_device.Parcel`. topk_ids, weights
+    parcels: of the ranks of this rail, parcel_bytes each, uint8; offsets: `rail.Parcel`. topk_ids, weights
     [hosts, max_tokens + 1, num_topk]: its slots, -1 if the expert is elsewhere; the last token of a host is none.
     tokens, sf: this rank's memory, as words of 4 bytes and factors, num_words and num_sf a token. is_here
     [num_experts]: 1 for experts on this host. late [hosts]: who was late. A wrong id, or a rank that refuses its
@@ -118,6 +140,18 @@ def seal_kernel(sent, state, counts, part_columns, num_hosts, HOSTS: tl.constexp
     ends = sent + ((hosts + 1).to(tl.int64) * part_columns - CALL_COLUMNS)
     call = tl.where(tl.load(state + OUTCOME) == LOST, 0, tl.load(counts + BEGUN))
     tl.store(ends.to(tl.pointer_type(tl.int32)), call, mask=hosts < num_hosts)
+
+
+@triton.jit
+def check_calls(received, state, report, call, part_columns, RANKS: tl.constexpr, RANK_LANES: tl.constexpr):
+    """Return True if every rank's part is one of this call; report those that are late or have given the call up."""
+    ranks = tl.arange(0, RANK_LANES)
+    inside = ranks < RANKS
+    ends = received + ((ranks + 1).to(tl.int64) * part_columns - CALL_COLUMNS)
+    came = tl.load(ends.to(tl.pointer_type(tl.int32)), mask=inside, other=0)
+    late = inside & (came != call) & (tl.load(state + OUTCOME) != LOST)
+    tl.store(report + ranks, LATE_AT_COMBINE, mask=late)
+    return tl.max(late.to(tl.int32), 0) == 0
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""MoE layer over hosts by kernels: NCCL between ranks of the same local rank, shared memory within a host.
+"""Exchange with a rail: NCCL between ranks of the same local rank on all hosts, shared memory within a host.
 
     dispatch    pack this rank's tokens, quantised, into a parcel       a token crosses to another host once
                 all-gather of the parcels along the rail
@@ -7,34 +7,39 @@
     combine     meet; rows, or with presum their sums within the host, all-to-all along the rail; sum
 
 For the kernels of NVLink, a rank's tokens are those of all ranks of its rail, and experts of other hosts are masked.
+Where every rank counts as a host, the rail is the whole group, and the domain within a host is this rank alone.
 Buffers are reused by the next call as there: a peer writes into this rank's memory only after this rank has announced
-its next call, which the stream runs after its last read. Graphs hold a call; its host reads no size.
+its next call, which the stream runs after its last read. Both collectives have constant sizes and are queued on the
+stream like the kernels: graphs hold a call; its host reads no size. The device counts the points that calls pass, and a
+thread of the host watches them: see `oversee`.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
-from envoi.ops.moe.parallel import dispatch as steps
-from envoi.ops.moe.parallel.combine import combine_barrier, sum_arguments
-from envoi.ops.moe.parallel.hosts import Grid
-from envoi.ops.moe.parallel.nvlink import run_local_experts
-from envoi.ops.moe.parallel.progress import BEGUN, DONE, GATHERED
-from envoi.ops.moe.parallel.queued import HEAD_BYTES, QueuedBuffers, empty_counts
-from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, SharedLayout, allocate, allocate_bytes
-from envoi.ops.moe.parallel.timeout import Watch
+from envoi.ops.moe.parallel import nvlink
+from envoi.ops.moe.parallel.collectives import backend_of, end_collectives, queued_exchange, queued_gather
+from envoi.ops.moe.parallel.failure import Watch
+from envoi.ops.moe.parallel.nvlink import combine_barrier, sum_arguments
+from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.oversee import BEGUN, DONE, GATHERED, oversee
+from envoi.ops.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, SharedLayout, allocate, allocate_bytes
 from envoi.ops.moe.permute import MAX_SUM_COLUMNS
 from envoi.runtime.math import next_power_of_2
-from envoi.spans import span
-from envoi.types import ExpertWeights, Matrix
+from envoi.runtime.prepared import Calls
+from envoi.runtime.program import take_step
+from envoi.types import Matrix
 
-KERNELS = "envoi.ops.moe.parallel.hosts_kernels"
-PACKED, HOST_SHIFT = 1024, 8  # as in hosts_kernels
+KERNELS = "envoi.ops.moe.parallel.rail_kernels"
+PACKED, HOST_SHIFT = 1024, 8  # as in rail_kernels
+HEAD_BYTES = 256  # in front of a parcel: state [4] int32, report [2] int32
+CALL_COLUMNS = 8  # bf16 columns at the end of a part, which begin with the call's number
 
 
 class Parcel(NamedTuple):
@@ -98,31 +103,57 @@ class HostsLayout:
         return others * self.parcel.end, others * 2 * self.part_columns
 
 
+def nothing() -> None:
+    """Stand for a collective that isn't connected."""
+
+
 @dataclass(kw_only=True)
-class Buffers(QueuedBuffers):
-    """Buffers that all calls of a rank use; parts are those of hosts.
+class Rail:
+    """Buffers that all calls of a rank use, and the two collectives that they queue; parts are those of hosts.
 
     domain: the memory within the host. grid: see `hosts.Grid`; local_rank: this rank's. parcels [hosts, bytes] uint8;
-    own_parcel: this rank's. topk_ids, weights [hosts * (max_tokens + 1), num_topk]: slots of all hosts' tokens.
-    is_here, host_of [num_experts] int32: whether an expert is on this host, and its host.
-    late [hosts] int32: who was late, where the host reads it.
+    own_parcel: this rank's; head int32: its beginning. topk_ids, weights [hosts * (max_tokens + 1), num_topk]: slots of
+    all hosts' tokens. is_here, host_of [num_experts] int32: whether an expert is on this host, and its host.
+    sent, received [hosts, part_columns] bf16: of combine. late [hosts] int32: who was late, where the host reads it.
+    counts, host [4] int32: how often calls have passed each point, on the device and where the host reads it.
+    gathering, exchanging: the two collectives, on the current stream, set by `connect`.
     """
 
     layout: HostsLayout
+    domain: Domain
     grid: Grid
     local_rank: int
     parcels: torch.Tensor
     own_parcel: torch.Tensor
+    head: torch.Tensor
     topk_ids: torch.Tensor
     weights: torch.Tensor
     is_here: torch.Tensor
     host_of: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
     late: torch.Tensor
+    counts: torch.Tensor
+    host: torch.Tensor
+    gathering: Callable[[], object] = nothing
+    exchanging: Callable[[], object] = nothing
+
+    @property
+    def calls_begun(self) -> int:
+        """Count the calls that the device has begun."""
+        return int(self.host[BEGUN])
+
+    @cached_property
+    def calls(self) -> Calls:
+        """Prepared calls, which launch on this memory."""
+        return Calls()
 
     @property
     def parcel_tokens(self) -> Matrix:
         """View this rank's tokens in its parcel."""
-        return _tokens_in(self.layout, self.own_parcel)
+        offsets, whole = self.layout.parcel, self.layout.whole
+        regions = whole.regions._replace(tokens=offsets.tokens, token_sf=offsets.token_sf)
+        return whole.tokens_in(self.own_parcel, regions)
 
     @cached_property
     def late_codes(self) -> Any:
@@ -134,11 +165,38 @@ class Buffers(QueuedBuffers):
         host = max(0, (code >> HOST_SHIFT) - 1)
         return int(self.grid.grid[local_rank, host]), code & ((1 << HOST_SHIFT) - 1)
 
+    def connect(self, group: Any, watch: Watch) -> None:
+        """Connect the ranks by both collectives, in time, and have calls overseen from now on. Collective.
 
-def open_buffers(
+        group: of NCCL, or a backend of it, that connects the ranks of the rail, in the order of their hosts.
+        """
+        backend = backend_of(group)
+        self.domain.watch = watch
+        self.gathering = queued_gather(backend, self.parcels, self.own_parcel)
+        self.exchanging = queued_exchange(backend, self.received, self.sent)
+        watch.wait(lambda: group._allgather_base(self.parcels, self.own_parcel), "opening the group")
+        watch.wait(lambda: group.alltoall_base(self.received, self.sent, [], []), "opening the group")
+        # A collective that waits for a lost peer has no other end, and no other one can follow it.
+        oversee(self, self.host, watch, partial(end_collectives, group))
+
+    def gather(self) -> None:
+        """Gather the parcels of all hosts. Collective along the rail; the host doesn't wait for it."""
+        take_step(self.gathering)
+
+    def exchange(self) -> None:
+        """Send part i of `sent` to host i. Collective along the rail; the host doesn't wait for it."""
+        take_step(self.exchanging)
+
+    def mark(self, point: int) -> None:
+        """Count that a call has passed a point."""
+        arguments = self.counts, self.host, self.domain.state, self.head, point
+        launch_kernel(KERNELS, "mark_kernel", Launch((1,), arguments, {"num_warps": 1}))
+
+
+def open_rail(
     layout: HostsLayout, grid: Grid, rank: int, expert_offsets: Sequence[int], timeout_s: float, device: torch.device,
     shared: bool,
-) -> Buffers:  # fmt: skip
+) -> Rail:  # fmt: skip
     """Allocate all memory of a rank. shared: other ranks of this host will map a part of it."""
     whole, G = layout.whole, layout.num_hosts
     local_rank, host = int(grid.local_rank[rank]), int(grid.host[rank])
@@ -155,155 +213,140 @@ def open_buffers(
     received = allocate_bytes(2 * G * layout.part_columns, device, shared and not whole.presum).view(torch.bfloat16)
     received = received.zero_().view(G, -1)
     sent = torch.zeros_like(received) if whole.presum else returned.view(G, -1)
-    counts, host_counts = empty_counts(device)
-    return Buffers(
+    pinned = device.type == "cuda"
+    late, points = (torch.zeros(n, dtype=torch.int32, device="cpu", pin_memory=pinned) for n in (G, 4))
+    return Rail(
         layout=layout, domain=domain, grid=grid, local_rank=local_rank, parcels=parcels, own_parcel=parcels[host],
         head=parcels[host, :HEAD_BYTES].view(torch.int32),
         topk_ids=torch.full(slots, -1, dtype=torch.int32, device=device),
         weights=torch.zeros(slots, dtype=torch.float32, device=device),
         is_here=(host_of == host).to(torch.int32).to(device), host_of=host_of.to(device), sent=sent, received=received,
-        late=torch.zeros(G, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"),
-        counts=counts, host=host_counts,
+        late=late, counts=torch.zeros(4, dtype=torch.int32, device=device), host=points,
     )  # fmt: skip
 
 
-def _tokens_in(layout: HostsLayout, parcel: torch.Tensor) -> Matrix:
-    offsets = layout.parcel
-    regions = layout.whole.regions._replace(tokens=offsets.tokens, token_sf=offsets.token_sf)
-    return layout.whole.tokens_in(parcel, regions)
+def dispatch(rail: Rail, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """Send this rank's tokens [M, H] bf16 to their experts' hosts; fill domain.rows with the tokens for its own."""
+    pack_parcel(rail, tokens, topk_weights.contiguous(), topk_ids.contiguous())
+    rail.gather()
+    unpack(rail)
+    send_routing(rail)
+    nvlink.pull_rows(rail.domain)
 
 
-def connect(buffers: Buffers, rail: Any, watch: Watch) -> None:
-    """Connect the ranks of this rail by both collectives, in time, and have calls overseen from now on. Collective.
-
-    rail: a backend of NCCL that connects them, in the order of their hosts.
-    """
-    buffers.connect(buffers.parcels, buffers.own_parcel, rail, watch)
-
-
-def run_layer(
-    buffers: Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
-) -> torch.Tensor:
-    """Run the layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
-    with span("dispatch"):
-        pack_parcel(buffers, tokens, topk_weights.contiguous(), topk_ids.contiguous())
-        buffers.gather()
-        unpack(buffers)
-        send_routing(buffers)
-        steps.pull_rows(buffers.domain)
-    run_local_experts(buffers.domain, experts, buffers.layout.num_hosts * topk_ids.numel())
-    with span("combine"):
-        combine_barrier(buffers.domain)
-        seal_parts(buffers)
-        buffers.exchange()
-        return sum_received(buffers, topk_ids)
+def combine(rail: Rail, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tokens [M, H] bf16, once the experts' rows have been sent to their local ranks."""
+    combine_barrier(rail.domain)
+    seal_parts(rail)
+    rail.exchange()
+    return sum_received(rail, topk_ids)
 
 
-def refuse(buffers: Buffers) -> None:
+def refuse(rail: Rail) -> None:
     """Take part in a call with no tokens, telling all ranks that this rank's arguments are wrong."""
-    device, layout = buffers.domain.memory.device, buffers.layout
+    device, layout = rail.domain.memory.device, rail.layout
     none = torch.empty(0, 1, dtype=torch.int32, device=device)
     tokens = torch.empty(0, layout.whole.hidden, dtype=torch.bfloat16, device=device)
-    pack_parcel(buffers, tokens, none.float(), none, steps.REFUSED_ON_HOST)
-    buffers.gather()
-    unpack(buffers)
-    send_routing(buffers)
-    combine_barrier(buffers.domain)
-    seal_parts(buffers)
-    buffers.exchange()
-    buffers.mark(DONE)
+    pack_parcel(rail, tokens, none.float(), none, nvlink.REFUSED_ON_HOST)
+    rail.gather()
+    unpack(rail)
+    send_routing(rail)
+    combine_barrier(rail.domain)
+    seal_parts(rail)
+    rail.exchange()
+    rail.mark(DONE)
 
 
 def pack_parcel(
-    buffers: Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, error_code: int = 0
+    rail: Rail, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, error_code: int = 0
 ) -> None:
     """Store this rank's tokens, quantised, and their slots in its parcel."""
-    buffers.mark(BEGUN)
-    launch_kernel(KERNELS, "pack_slots_kernel", pack_arguments(buffers, topk_weights, topk_ids, error_code))
+    rail.mark(BEGUN)
+    launch_kernel(KERNELS, "pack_slots_kernel", pack_arguments(rail, topk_weights, topk_ids, error_code))
     none = torch.empty(0, topk_ids.shape[1], dtype=torch.int32, device=topk_ids.device)
-    ranked = steps.empty_ranked(none, buffers.layout.whole.num_experts)  # slots are counted once all hosts' are here
-    given = steps.stage_tokens_arguments(tokens, none, ranked, buffers.parcel_tokens)
-    launch_kernel(steps.KERNELS, "stage_tokens_kernel", given)
+    ranked = nvlink.empty_ranked(none, rail.layout.whole.num_experts)  # slots are counted once all hosts' are here
+    given = nvlink.stage_tokens_arguments(tokens, none, ranked, rail.parcel_tokens)
+    launch_kernel(nvlink.DISPATCH_KERNELS, "stage_tokens_kernel", given)
 
 
-def unpack(buffers: Buffers) -> None:
+def unpack(rail: Rail) -> None:
     """Unpack the parcels of all hosts into the memory that this host's ranks read, without slots of other hosts."""
-    buffers.mark(GATHERED)
-    launch_kernel(KERNELS, "unpack_kernel", unpack_arguments(buffers))
+    rail.mark(GATHERED)
+    launch_kernel(KERNELS, "unpack_kernel", unpack_arguments(rail))
 
 
-def send_routing(buffers: Buffers) -> None:
+def send_routing(rail: Rail) -> None:
     """Send the slots of all hosts' tokens to the ranks of this host, and wait for theirs."""
-    domain, ids = buffers.domain, buffers.topk_ids
+    domain, ids = rail.domain, rail.topk_ids
     none = torch.empty(0, domain.layout.hidden, dtype=torch.bfloat16, device=ids.device)
-    ranked = steps.empty_ranked(ids, domain.layout.num_experts)
-    given = steps.stage_tokens_arguments(none, ids, ranked, domain.layout.tokens_in(domain.memory))
-    launch_kernel(steps.KERNELS, "stage_tokens_kernel", given)
-    steps.send_routing(domain, ids, buffers.weights, ranked)
+    ranked = nvlink.empty_ranked(ids, domain.layout.num_experts)
+    given = nvlink.stage_tokens_arguments(none, ids, ranked, domain.layout.tokens_in(domain.memory))
+    launch_kernel(nvlink.DISPATCH_KERNELS, "stage_tokens_kernel", given)
+    nvlink.send_routing(domain, ids, rail.weights, ranked)
 
 
-def seal_parts(buffers: Buffers) -> None:
+def seal_parts(rail: Rail) -> None:
     """Complete `sent`: with presum the sums of each token's rows on this host; at the end the number of the call."""
-    if buffers.layout.whole.presum:
-        out = buffers.sent.view(len(buffers.topk_ids), -1)
-        launch_kernel("envoi.ops.moe.parallel.combine_kernels", "sum_kernel", sum_arguments(
-            buffers.domain, buffers.topk_ids, out
+    if rail.layout.whole.presum:
+        out = rail.sent.view(len(rail.topk_ids), -1)
+        launch_kernel(nvlink.COMBINE_KERNELS, "sum_kernel", sum_arguments(
+            rail.domain, rail.topk_ids, out
         ))  # fmt: skip
-    launch_kernel(KERNELS, "seal_kernel", seal_arguments(buffers))
+    launch_kernel(KERNELS, "seal_kernel", seal_arguments(rail))
 
 
-def sum_received(buffers: Buffers, topk_ids: torch.Tensor) -> torch.Tensor:
+def sum_received(rail: Rail, topk_ids: torch.Tensor) -> torch.Tensor:
     """Sum what came for each of this rank's tokens: [M, H] bf16; NaN if the call was refused or lost."""
-    buffers.mark(DONE)
-    out = torch.empty(len(topk_ids), buffers.layout.whole.hidden, dtype=torch.bfloat16, device=topk_ids.device)
+    rail.mark(DONE)
+    out = torch.empty(len(topk_ids), rail.layout.whole.hidden, dtype=torch.bfloat16, device=topk_ids.device)
     if len(out):
-        launch_kernel(KERNELS, "sum_hosts_kernel", sum_hosts_arguments(buffers, topk_ids.contiguous(), out))
+        launch_kernel(KERNELS, "sum_hosts_kernel", sum_hosts_arguments(rail, topk_ids.contiguous(), out))
     return out
 
 
-def pack_arguments(buffers: Buffers, topk_weights: torch.Tensor, topk_ids: torch.Tensor, error_code: int) -> Launch:
+def pack_arguments(rail: Rail, topk_weights: torch.Tensor, topk_ids: torch.Tensor, error_code: int) -> Launch:
     """Build the launch of `pack_slots_kernel`."""
-    whole, parcel = buffers.layout.whole, buffers.layout.parcel
+    whole, parcel = rail.layout.whole, rail.layout.parcel
     arguments = (
-        topk_ids, topk_weights, buffers.own_parcel.view(torch.int32), parcel.topk_ids // 4, parcel.weights // 4,
+        topk_ids, topk_weights, rail.own_parcel.view(torch.int32), parcel.topk_ids // 4, parcel.weights // 4,
         topk_ids.numel(), topk_ids.shape[1], whole.slot_capacity, whole.num_topk, error_code,
     )  # fmt: skip
-    return Launch((-(-whole.slot_capacity // PACKED),), arguments, steps.WARPS)
+    return Launch((-(-whole.slot_capacity // PACKED),), arguments, nvlink.WARPS)
 
 
-def unpack_arguments(buffers: Buffers) -> Launch:
+def unpack_arguments(rail: Rail) -> Launch:
     """Build the launch of `unpack_kernel`."""
-    domain, layout = buffers.domain, buffers.layout
+    domain, layout = rail.domain, rail.layout
     whole, mine = layout.whole, domain.layout.tokens_in(domain.memory)
     values, sf = (mine, None) if isinstance(mine, torch.Tensor) else (mine.values, mine.sf)
     if sf is not None:
         sf = sf.view(torch.uint8) if sf.itemsize == 1 else sf.view(torch.int32)
     num_words = whole.row_bytes // 4
     arguments = (
-        buffers.parcels, layout.parcel.end, layout.parcel, domain.peers, domain.layout.regions, buffers.is_here,
-        buffers.topk_ids, buffers.weights, buffers.counts, domain.state, buffers.late, buffers.local_rank,
+        rail.parcels, layout.parcel.end, layout.parcel, domain.peers, domain.layout.regions, rail.is_here,
+        rail.topk_ids, rail.weights, rail.counts, domain.state, rail.late, rail.local_rank,
         domain.layout.num_ranks, whole.num_experts, layout.max_tokens, whole.num_topk, num_words, whole.num_sf,
         values.view(torch.int32), sf, next_power_of_2(domain.layout.num_ranks), next_power_of_2(whole.num_topk),
         next_power_of_2(num_words), next_power_of_2(whole.num_sf) if whole.num_sf else 0,
     )  # fmt: skip
-    return Launch((len(buffers.topk_ids),), arguments, steps.WARPS)
+    return Launch((len(rail.topk_ids),), arguments, nvlink.WARPS)
 
 
-def seal_arguments(buffers: Buffers) -> Launch:
+def seal_arguments(rail: Rail) -> Launch:
     """Build the launch of `seal_kernel`."""
-    G = buffers.layout.num_hosts
+    G = rail.layout.num_hosts
     arguments = (
-        buffers.sent, buffers.domain.state, buffers.counts, buffers.layout.part_columns, G, next_power_of_2(G)
+        rail.sent, rail.domain.state, rail.counts, rail.layout.part_columns, G, next_power_of_2(G)
     )  # fmt: skip
     return Launch((1,), arguments, {"num_warps": 1})
 
 
-def sum_hosts_arguments(buffers: Buffers, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
+def sum_hosts_arguments(rail: Rail, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_hosts_kernel`."""
-    (M, k), width, layout = topk_ids.shape, out.shape[1], buffers.layout
+    (M, k), width, layout = topk_ids.shape, out.shape[1], rail.layout
     whole, G, block = layout.whole, layout.num_hosts, min(MAX_SUM_COLUMNS, next_power_of_2(width))
     arguments = (
-        buffers.received, topk_ids, buffers.host_of, out, buffers.domain.state, buffers.late, buffers.counts, width,
+        rail.received, topk_ids, rail.host_of, out, rail.domain.state, rail.late, rail.counts, width,
         layout.part_columns, whole.num_topk, whole.num_experts, k, G, next_power_of_2(G), whole.presum, block,
     )  # fmt: skip
     return Launch((M, -(-width // block)), arguments, warps_for(block))

@@ -1,29 +1,41 @@
-"""Bounded waits: a peer that is lost or late ends every wait on every rank with an error that names it."""
+"""Lost and late ranks: each wait for a peer is bounded, and ends on every rank with an error that names who is missing.
+
+    join, connect, wait, wait_for_first, queue and finish     bounded waits of a `Watch`
+    fail                                                      alarm for all, roll call through the store, PeerTimeout
+
+Where no host waits, a thread does: see `oversee`.
+"""
 
 import math
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from envoi.ops.moe.parallel import pulse
-from envoi.ops.moe.parallel.store import Connection, Request, StoreSilentError, in_thread, run_bounded
+from envoi.ops.moe.parallel.store import (
+    Compiler,
+    Connection,
+    Lookout,
+    Request,
+    StoreSilentError,
+    in_thread,
+    run_bounded,
+)
 
 T = TypeVar("T")
 
 _SPIN_S = 3e-4  # for how long a wait looks without a pause: most collectives of counts are over by then
-LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
+LOOK_S = 0.2  # interval at which a waiting rank looks at what others say
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
-_PULSE_S = 0.5  # interval at which it looks whether a rank compiles
 CONNECT_S = 30.0  # the least that a library has to connect ranks, which takes seconds on busy or many hosts
+MOST_S = 600.0  # the most that a wait is longer for ranks that compile
 NOBODY = 1 << 62  # number that no rank has reached, for a wait that idle ranks have no part in
 DONE_S = math.inf  # seconds of waiting that a rank states which is done with what others wait for
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
@@ -92,55 +104,19 @@ class Queued(NamedTuple):
     began: float
 
 
-class Marks(Protocol):
-    """Numbers of collectives that the device has come past, for a thread that must not wait for the device."""
+class Point(NamedTuple):
+    """How far the calls of a rank have come.
 
-    def mark(self, number: int) -> None:
-        """Queue, on the current stream, that the device notes this number."""
-        ...
-
-    def is_past(self, number: int) -> bool:
-        """Tell whether the device has noted this number."""
-        ...
-
-
-class Alarm:
-    """Question whether another rank has failed, for one thread to ask the store now and then, without a wait.
-
-    Answers are None, or the number that the first rank to fail gave: see `Watch.fail`.
+    mark: changes with every progress. step: what is waited for, None if the rank is idle. number: of calls, or of
+    collectives, which ranks have done that are past it. done: those that this rank has done. began: when the wait did,
+    None = when the mark has changed.
     """
 
-    def __init__(self, connection: Connection, name: str):
-        """Ask nothing yet. Arguments as of a `Watch`."""
-        self._connection, self._name = connection, name
-        self._answer: Future[int | None] | None = None
-
-    def raised(self, ask: bool) -> int | None:
-        """Return the answer if the store has given one; never waits for it.
-
-        ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
-        """
-        if self._answer is None:
-            self._answer = self._ask() if ask else None
-            return None
-        return self._take(self._answer) if self._answer.done() else None
-
-    def answer(self, within_s: float) -> int | None:
-        """Ask; return the answer if the store gives it within a moment. Raises RuntimeError if the store is gone."""
-        asked = self._answer = self._answer or self._ask()
-        wait_for_futures([asked], within_s)
-        return self._take(asked) if asked.done() else None
-
-    def _ask(self) -> "Future[int | None]":
-        def number(store: Store) -> int | None:
-            ours = PrefixStore(self._name, store)
-            return int(ours.get("alarm")) if ours.check(["alarm"]) else None
-
-        return self._connection.ask(number)
-
-    def _take(self, asked: "Future[int | None]") -> int | None:
-        self._answer = None
-        return asked.result()
+    mark: object
+    step: str | None
+    number: int
+    done: int
+    began: float | None = None
 
 
 class Watch:
@@ -159,11 +135,10 @@ class Watch:
         self.failure: PeerTimeout | None = None
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
-        self.peers: pulse.Peers | None = None  # with which calls may compile while this rank waits
         self.end: Callable[[], object] = lambda: None  # begins to end collectives that wait for a lost peer
         self.broken: Callable[[], str] = lambda: ""  # says why collectives failed, though they count as complete
-        self.marks: Marks | None = None  # of what is queued
-        self.alarmed = Alarm(connection, name).raised
+        self.marks: Any = None  # of what is queued
+        self.lookout = Lookout(connection, name, [])
         self.count = 0  # of collectives that were queued
         self._failing = threading.Lock()
         self._queued: list[Queued] = []
@@ -188,28 +163,22 @@ class Watch:
 
     def join(self, step: str) -> float:
         """Return when all ranks have called this: the seconds that are left to connect them. Raises PeerTimeout."""
-        came, start = [f"came/{rank}" for rank in self.ranks], time.monotonic()
-        end = self.deadline or self._end(start)
-        try:
+        came, end = [f"came/{rank}" for rank in self.ranks], self.deadline or self._end(time.monotonic())
+        with self._guard(step):
             self._ask_by(end, lambda store: store.set(f"came/{self.rank}", "1"))
             # The alarm first: ranks that gave up have joined too.
             self._look(end)
             while not self._ask_by(end, lambda store: store.check(came)):
                 self._look(end)
                 time.sleep(_JOIN_S)
-        except (RuntimeError, _AlarmError) as error:
-            self.fail(step, error, time.monotonic() - start)
         self.deadline = max(end, time.monotonic() + _GRACE_S)
         return self.deadline - time.monotonic()
 
     def connect(self, step: str, make: Callable[[Store], T], within_s: float) -> T:
         """Make a process group with a store, within a deadline of its own and within_s. Raises PeerTimeout."""
-        start = time.monotonic()
-        try:
+        with self._guard(step):
             shared = self.ask(lambda store: store, within_s)
             return run_bounded(lambda: make(shared), within_s + _GRACE_S)
-        except RuntimeError as error:
-            self.fail(step, error, time.monotonic() - start)
 
     def opened(self, by_store: list[int]) -> None:
         """End the opening: from now on each wait has a timeout_s of its own.
@@ -221,12 +190,13 @@ class Watch:
 
     def wait_for_compilers(self) -> None:
         """Let waits for collectives last longer than timeout_s while a rank compiles, on this rank and its peers."""
-        pulse.start(self.connection, self.rank)
-        self.peers = self.new_peers()
+        if self.connection.compiler is None:
+            self.connection.compiler = Compiler(self.connection, self.rank)
+        self.lookout = self.new_lookout()
 
-    def new_peers(self) -> pulse.Peers:
-        """Return all ranks but this one, for one thread to look at."""
-        return pulse.Peers(self.connection, [rank for rank in self.ranks if rank != self.rank])
+    def new_lookout(self) -> Lookout:
+        """Return the lookout of one more thread, on all ranks but this one."""
+        return Lookout(self.connection, self.name, [rank for rank in self.ranks if rank != self.rank])
 
     def ask(self, request: Request[T], within_s: float) -> T:
         """Make a request to the part of the store that is ours. Raises StoreSilentError, RuntimeError: it is gone."""
@@ -234,15 +204,10 @@ class Watch:
 
     def wait(self, start: Callable[[], dist.Work], step: str) -> None:
         """Start a collective and return when it is complete. Raises PeerTimeout, and after a failure always at once."""
-        if self.failure is not None:
-            raise self.failure
-        began = time.monotonic()
-        try:
+        with self._guard(step) as began:
             work = start()
             self._poll(work.is_completed, self.deadline or self._end(began))
             work.wait()
-        except (RuntimeError, _AlarmError) as error:
-            self.fail(step, error, time.monotonic() - began)
 
     def wait_for_first(self, start: Callable[[], object], step: str) -> None:
         """Start a group's first collective in a thread and wait until it is begun. Raises PeerTimeout.
@@ -252,14 +217,12 @@ class Watch:
         timeout_s of its own, or CONNECT_S if that is more: a library that connects many ranks may take longer than all
         else.
         """
-        began, within_s = time.monotonic(), max(self.timeout_s, CONNECT_S)
-        end, first = began + within_s - self.roll_call_s, in_thread(start)
-        try:
+        within_s = max(self.timeout_s, CONNECT_S)
+        with self._guard(step, within_s=within_s) as began:
+            first = in_thread(start)
             while not first.done():
-                self._look(end)
+                self._look(began + within_s - self.roll_call_s)
                 wait_for_futures([first], LOOK_S)
-        except (RuntimeError, _AlarmError) as error:
-            self.fail(step, error, time.monotonic() - began, within_s=within_s)
         try:
             first.result()
         except Exception as error:  # whatever it is, the peers have to hear of it
@@ -269,19 +232,19 @@ class Watch:
 
     def queue(self, start: Callable[[], dist.Work], step: str) -> None:
         """Start a collective that later work on the device waits for, and the host in `finish`. Raises PeerTimeout."""
-        if self.failure is not None:
-            raise self.failure
         # Those of a call that ended with another error are still here.
         self._queued = [queued for queued in self._queued if not self._is_complete(queued)]
-        began, number, self.count = time.monotonic(), self.count, self.count + 1
+        number = self.count
         try:
-            work = start()
-            self._queued.append(Queued(work, step, number, began))
-            work.wait()  # of NCCL: makes the current stream wait
-            if self.marks is not None:
-                self.marks.mark(number)
-        except RuntimeError as error:
-            self.fail(step, error, time.monotonic() - began, number=number + 1)
+            with self._guard(step, number=number + 1) as began:
+                self.count += 1
+                work = start()
+                self._queued.append(Queued(work, step, number, began))
+                work.wait()  # of NCCL: makes the current stream wait
+                if self.marks is not None:
+                    self.marks.mark(number)
+        except RuntimeError:
+            raise
         except BaseException:  # interrupted: what has no mark would never be past
             self._queued = [queued for queued in self._queued if queued.number != number]
             raise
@@ -290,17 +253,25 @@ class Watch:
         """Return the first collective that was queued and that the device isn't past. For any thread, with `marks`."""
         return next((queued for queued in tuple(self._queued) if not self._is_complete(queued)), None)
 
+    def point(self) -> Point:
+        """Return how far the queued collectives have come. For any thread, with `marks`."""
+        queued, count = self.pending(), self.count
+        if queued is None:
+            return Point((count, None), None, NOBODY, count)
+        return Point((count, queued.number), queued.step, queued.number + 1, count, queued.began)
+
     def finish(self) -> None:
         """Return when all collectives that were queued are complete. Raises PeerTimeout."""
         began = time.monotonic()
         for queued in self._queued:
             try:
-                self._poll(partial(self._is_complete, queued), self._end(began))
-                if why := self.broken():
-                    raise RuntimeError(why)
-            except (RuntimeError, _AlarmError) as error:
+                with self._guard(queued.step, number=queued.number + 1):
+                    self._poll(partial(self._is_complete, queued), self._end(began))
+                    if why := self.broken():
+                        raise RuntimeError(why)
+            except PeerTimeout:
                 self._queued = []
-                self.fail(queued.step, error, time.monotonic() - began, number=queued.number + 1)
+                raise
         self._queued = []
         with self._failing:  # a thread that watches may be about to find, and have ended the collectives already
             failure = self.failure
@@ -362,6 +333,20 @@ class Watch:
             return missing
         return [int(rank) for rank in said.decode().split(",")]
 
+    @contextmanager
+    def _guard(self, step: str, number: int = NOBODY, within_s: float | None = None) -> Iterator[float]:
+        """Let this group fail if what is within the context does; the context is the time at which it began.
+
+        Arguments as for `fail`. Raises an earlier failure at once.
+        """
+        if self.failure is not None:
+            raise self.failure
+        began = time.monotonic()
+        try:
+            yield began
+        except (RuntimeError, _AlarmError) as error:
+            self.fail(step, error, time.monotonic() - began, within_s=within_s, number=number)
+
     def _ours(self, request: Request[T]) -> Request[T]:
         return lambda store: request(PrefixStore(self.name, store))
 
@@ -373,27 +358,21 @@ class Watch:
 
     def _poll(self, is_complete: Callable[[], bool], end: float) -> None:
         began = time.monotonic()
-        look, pulse_look, pause, limit = began + LOOK_S, began + LOOK_S, 2e-5, end + pulse.MOST_S
+        look, pause, limit = began + LOOK_S, 2e-5, end + MOST_S
         while not is_complete():
             if self.failure is not None:
                 raise self.failure
             now = time.monotonic()
-            if self.alarmed(now > look) is not None or (now > end and not (now < limit and self._others_compile())):
+            if now > look:
+                self.lookout.look()
+                look = now + LOOK_S
+            if self.lookout.alarm is not None or (now > end and not (now < limit and self.lookout.compiles())):
                 raise _AlarmError
-            if now > end:
-                end = now + _PULSE_S
-            look = now + LOOK_S if now > look else look
-            if self.peers is not None and now > pulse_look:
-                self.peers.look()
-                pulse_look = now + _PULSE_S
             if now < began + _SPIN_S:
                 time.sleep(0)  # other threads' turn; a timer would take 50 us more than it is asked for
                 continue
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
-
-    def _others_compile(self) -> bool:
-        return self.peers is not None and self.peers.compile()
 
     def _look(self, end: float) -> None:
         if time.monotonic() > end or self._ask_by(end, lambda store: store.check(["alarm"])):

@@ -1,0 +1,291 @@
+"""Exchange of an ExpertParallel: tokens to the ranks that own their experts, and rows back to the ranks of the tokens.
+
+    exchange    name        between hosts    within a host         the host
+    OnDevice    memory                       kernels over NVLink   launches, and waits for nothing
+    OnDevice    hosts       NCCL (a rail)    kernels over NVLink   the same
+    OnDevice    gathered    NCCL (a rail)    one rank a host       the same
+    Constant    hosts       gloo             gloo                  waits
+    Constant    gathered    gloo             one rank a host       waits
+    Counted     counted     gloo or NCCL, all ranks alike          reads the counts, then queues
+
+The first five are one exchange with two levels, a rail between hosts and a domain within one, either of which may be
+trivial. Their sizes follow from max_tokens and num_topk alone. The last one sends as many rows as there are.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch.nn import functional
+
+from envoi.ops.moe.parallel import nvlink, rail
+from envoi.ops.moe.parallel.collectives import Channel
+from envoi.ops.moe.parallel.failure import PeerTimeout
+from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST
+from envoi.ops.moe.parallel.rail import Rail
+from envoi.ops.moe.parallel.symmetric_memory import Domain
+from envoi.runtime.prepared.calls import Calls
+from envoi.runtime.program import ALIGNMENT
+from envoi.spans import span
+from envoi.types import ExpertWeights, Matrix
+
+Owner = Domain | Rail
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks of an object, as one of them knows them. name: the object's; device: its experts'.
+
+    expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1]; rank_ends [num_ranks] int32: one past
+    each rank's last expert, on the device. history: where the load of the object's calls is added. format: of experts.
+    """
+
+    channel: Channel
+    name: str
+    expert_offsets: tuple[int, ...]
+    rank_ends: torch.Tensor
+    timeout_s: float
+    device: torch.device
+    history: torch.Tensor
+    format: str
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """First expert of this rank, and one past the last."""
+        return self.expert_offsets[self.channel.rank], self.expert_offsets[self.channel.rank + 1]
+
+
+class Rows(NamedTuple):
+    """Rows that a rank has received for its experts, sorted by expert, and what the exchange needs to send them back.
+
+    rows [P, H]: bf16, or quantised. offsets [E + 1] int32. weights [P] float32. topk_ids [M, k]: of this rank's tokens.
+    """
+
+    rows: Matrix
+    offsets: torch.Tensor
+    weights: torch.Tensor
+    topk_ids: torch.Tensor
+    back: Any = None
+
+
+class Exchange(Protocol):
+    """What an `ExpertParallel` asks of an exchange. All but `check` are collective.
+
+    name, presum: as the object's attributes. lock: held during a call.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def presum(self) -> bool: ...  # noqa: D102
+
+    @property
+    def lock(self) -> Any: ...  # noqa: D102
+
+    def dispatch(
+        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
+    ) -> Rows:
+        """Send this rank's tokens [M, H] bf16 and return the rows of its experts.
+
+        refusal: why this rank's arguments are wrong, or "". Raises ValueError with it, once the peers know.
+        """
+        ...
+
+    def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:
+        """Run this rank's experts on the rows: what `combine` takes."""
+        ...
+
+    def accept(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
+        """Return what `combine` takes, for rows [P, H] bf16 that other experts have computed."""
+        ...
+
+    def combine(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
+        """Send rows back; return the sums of those of this rank's tokens, [M, H] bf16."""
+        ...
+
+    def check(self) -> None:
+        """Raise the error of an earlier call, as far as it is known."""
+        ...
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Exchange by kernels, and over a rail by NCCL. Objects of equal sizes, such as a model's layers, have one in turn.
+
+    rank: this one, within the group.
+    """
+
+    name: str
+    owner: Owner
+    rank: int
+
+    @property
+    def rail(self) -> Rail | None:
+        """The rail, None within one host."""
+        return self.owner if isinstance(self.owner, Rail) else None
+
+    @property
+    def domain(self) -> Domain:
+        """Memory that the ranks of this host share."""
+        return domain_of(self.owner)
+
+    @property
+    def presum(self) -> bool:
+        """Tell whether a rank, or with a rail a host, sums a token's rows before they are sent back."""
+        return self.domain.layout.presum if self.rail is None else self.rail.layout.whole.presum
+
+    @property
+    def lock(self) -> Any:
+        """Lock that a call holds: objects that share memory take turns."""
+        return self.domain.lock
+
+    @property
+    def calls(self) -> Calls:
+        """Prepared calls."""
+        return self.owner.calls
+
+    def dispatch(
+        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
+    ) -> Rows:
+        """See `Exchange`. A refusal is told to the peers by the store, and that there is one by a code."""
+        if refusal:
+            self._refuse(refusal)
+        self.domain.history = team.history
+        return dispatch(self.owner, tokens, topk_weights, topk_ids)
+
+    def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:
+        """See `Exchange`. L2 sends the rows, but with presum over NVLink."""
+        return run_experts(self.owner, received, experts)
+
+    def accept(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
+        """See `Exchange`."""
+        if not self.domain.layout.presum:
+            nvlink.send_rows(self.domain, rows)
+        return rows
+
+    def combine(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
+        """See `Exchange`. NaN if a rank was late or refused its arguments."""
+        return combine(self.owner, rows, received)
+
+    def check(self) -> None:
+        """Raise PeerTimeout for a rank that was late, ValueError for arguments refused in calls the device reached."""
+        self.check_lateness()
+        if any(self.domain.codes[1]):
+            self._raise_refusal()
+
+    def check_lateness(self) -> None:
+        """Raise PeerTimeout if a rank was late in any call so far: the group can't be used any more."""
+        watch, by_flag = self.domain.watch, any(self.domain.codes[0])
+        codes = [*self.domain.codes[0], *(self.rail.late_codes if self.rail is not None else ())]
+        if watch.failure is None and any(codes):
+            late = [rank for rank, code in enumerate(codes) if code]
+            step = nvlink.LATE_STEPS[codes[late[0]]]
+            if self.rail is not None:  # who is late is asked of all
+                # Within a host a flag was waited for; elsewhere rows of another call have come, without a wait.
+                waited_s = watch.timeout_s if by_flag else 0.0
+                with suppress(PeerTimeout):
+                    watch.fail(step, TimeoutError(step), waited_s, number=self.rail.calls_begun)
+            else:
+                names = watch.first_to_say([watch.ranks[rank] for rank in late])
+                watch.failure = PeerTimeout(names, step, watch.timeout_s, rank=watch.rank)
+        if watch.failure is not None:
+            raise watch.failure
+
+    def _refuse(self, refusal: str) -> NoReturn:
+        watch = self.domain.watch
+        with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
+            watch.ask(lambda store: store.set(f"refused/{self.rank}", refusal), watch.timeout_s)
+        refuse(self.owner)
+        raise ValueError(refusal)
+
+    def _raise_refusal(self) -> None:
+        """Raise ValueError for arguments refused in a call so far, unless this rank's host has raised it.
+
+        Resets the codes that it reads from `report`.
+        """
+        codes = self.domain.codes[1]
+        said = [(at, code) for at, code in enumerate(list(codes)) if code]
+        for at, _ in said:  # not all: the device may write others meanwhile
+            codes[at] = 0
+        if self.rail is not None:
+            said = [self.rail.culprit(*one) for one in said]
+        said = [one for one in said if one != (self.rank, REFUSED_ON_HOST)]
+        if not said:
+            return
+        (rank, code), watch = said[0], self.domain.watch
+        most = self.domain.layout.num_experts - 1
+        text = f"routing.topk_ids: expected ids from 0 to {most}, or -1 for a masked slot"
+        if code == REFUSED_ON_HOST:
+            text = watch.ask(lambda store: store.get(f"refused/{rank}"), watch.timeout_s).decode()
+        raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
+
+
+def domain_of(owner: Owner) -> Domain:
+    """Return the memory that the ranks of this host share."""
+    return owner if isinstance(owner, Domain) else owner.domain
+
+
+def num_topk_of(owner: Owner) -> int:
+    """Return the slots of a token for which the kernels are compiled."""
+    return domain_of(owner).layout.num_topk
+
+
+def dispatch(owner: Owner, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Rows:
+    """Launch dispatch: tokens [M, H] bf16 of this rank -> rows of its experts, in memory that the next call reuses."""
+    given = compiled_form(tokens, topk_weights, topk_ids, num_topk_of(owner))
+    with span("dispatch"):
+        if isinstance(owner, Domain):
+            nvlink.dispatch(owner, *given)
+        else:
+            rail.dispatch(owner, *given)
+    domain = domain_of(owner)
+    return Rows(domain.rows, domain.offsets, domain.row_weights, given[2])
+
+
+def run_experts(owner: Owner, received: Rows, experts: ExpertWeights) -> torch.Tensor:
+    """Launch this rank's experts; without presum within the host, L2 sends each row to its token's rank."""
+    num_hosts = 1 if isinstance(owner, Domain) else owner.layout.num_hosts
+    return nvlink.run_local_experts(domain_of(owner), experts, num_hosts * received.topk_ids.numel())
+
+
+def combine(owner: Owner, rows: torch.Tensor, received: Rows) -> torch.Tensor:
+    """Launch combine: [M, H] bf16. rows: the experts' result, read here only with presum over NVLink."""
+    with span("combine"):
+        if isinstance(owner, Domain):
+            return nvlink.combine(owner, rows, received.topk_ids)
+        return rail.combine(owner, received.topk_ids)
+
+
+def refuse(owner: Owner) -> None:
+    """Launch a call without tokens that tells all peers that this rank's arguments are wrong."""
+    (nvlink if isinstance(owner, Domain) else rail).refuse(owner)  # pyright: ignore[reportArgumentType]
+
+
+def run_layer(
+    owner: Owner, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """Launch a layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
+    received = dispatch(owner, tokens, topk_weights, topk_ids)
+    return combine(owner, run_experts(owner, received, experts), received)
+
+
+def compiled_form(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_topk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a call's arguments in the form for which a warm-up has compiled: num_topk slots, on 16 bytes.
+
+    Slots that are added are masked ones. Rows of tokens may be apart by a multiple of 16.
+    """
+    more = num_topk - topk_ids.shape[1]
+    if more:
+        topk_weights = functional.pad(topk_weights, (0, more))
+        topk_ids = functional.pad(topk_ids, (0, more), value=-1)
+    return _aligned(tokens), _aligned(topk_weights.contiguous()), _aligned(topk_ids.contiguous())
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a contiguous copy if Triton would compile another kernel for its address or for its rows' stride."""
+    rows_fit = x.stride(1) == 1 and (x.stride(0) % ALIGNMENT == 0 or x.stride(0) == x.shape[1])
+    return x if rows_fit and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
