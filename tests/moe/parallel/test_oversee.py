@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from envoi.ops.moe.parallel.oversee import LOST, HostMarks, oversee, oversee_queue
 
 from envoi.ops.moe.parallel import oversee as module
 from envoi.ops.moe.parallel.failure import PeerTimeout, Watch
+from envoi.ops.moe.parallel.oversee import LOST, HostMarks, oversee, oversee_queue
 from envoi.ops.moe.parallel.store import Compiler, Connection, Lookout
 from envoi.runtime.compiling import compiling
 from envoi.runtime.wake import Wake

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from envoi.ops.moe.parallel.oversee import BEGUN, LOST
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import rail, rail_kernels
@@ -18,6 +17,7 @@ from envoi.ops.moe.parallel.nvlink import (
     run_local_experts,
 )
 from envoi.ops.moe.parallel.opening import Grid
+from envoi.ops.moe.parallel.oversee import BEGUN, LOST
 from envoi.ops.moe.parallel.rail import HostsLayout, Rail
 from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, set_peers
