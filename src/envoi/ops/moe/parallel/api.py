@@ -433,7 +433,9 @@ class ExpertParallel:
                 compile_together(self.channel, self._call_without_memory(), Target.of(device), None, False, FIRST)
                 exchange.domain.has_kernels.add(self._kernels)
             self._is_loaded = True
-        return exchange.dispatch(tokens, routing.topk_weights, routing.topk_ids, self._team, refusal)
+        # Of wrong arguments nothing is looked at: a routing may be anything.
+        weights, ids = (tokens, tokens) if refusal else (routing.topk_weights, routing.topk_ids)
+        return exchange.dispatch(tokens, weights, ids, self._team, refusal)
 
     def _open_exchange(self) -> Exchange:
         if self._exchange is None:
