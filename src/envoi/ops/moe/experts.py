@@ -11,6 +11,7 @@ from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
 from envoi.ops.moe.permute import quantize_rows
+from envoi.quant.cast import dequantize
 from envoi.quant.formats import format_named
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -29,6 +30,7 @@ def run_experts(
     (`envoi.ops.moe.one_launch`).
     Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does; the bits are the same.
     """
+    experts = by_kernels(experts)
     if one_launch.takes_one_launch(rows, experts, grouping):
         with span("L1 and L2"):
             return one_launch.run_in_one_launch(rows, weights, offsets, experts, grouping, progress)
@@ -36,6 +38,23 @@ def run_experts(
         hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None))
     with span("L2"):
         return run_l2(hidden, weights, offsets, experts, grouping)
+
+
+def by_kernels(experts: ExpertWeights) -> ExpertWeights:
+    """Return experts as there are kernels for: INT4 by rows in bf16, in memory that the call takes, others unchanged.
+
+    Kernels read INT4 in the order of fragments alone, which sizes that aren't multiples of 64, and other GPUs, don't
+    have. Weights are rounded to bf16 once, as `int4_to_bf16` does.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    if experts.format != "int4" or experts.order != "rows":
+        return experts
+    return replace(experts, gate_up=in_bf16(gate_up), down=in_bf16(down), format="bf16")
+
+
+def in_bf16(weight: Matrix) -> torch.Tensor:
+    """Return weights in bf16, rounded once."""
+    return weight if isinstance(weight, torch.Tensor) else dequantize(weight).to(torch.bfloat16)
 
 
 def run_l1(

@@ -342,7 +342,9 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
-    if implementation(experts.device) != "hopper" or gate_up.group not in ((1, 32), (1, 16)):
+    if implementation(experts.device) != "hopper" or (
+        gate_up.group not in ((1, 32), (1, 16)) and not gate_up.integers
+    ):
         return experts
     activations = format_named(experts.format).activations
     why_not, put = why_not_fragments, to_fragments
@@ -352,16 +354,23 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
-    parts = [part for x in theirs or () for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
+    parts = [part for x in theirs or () for part in tensors_in(x)]
     kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in parts}
 
     def own_tensor(x: torch.Tensor) -> torch.Tensor:
         return x.clone() if kept is None or x.untyped_storage().data_ptr() in kept else x
 
     def own(x: QuantTensor) -> QuantTensor:
-        return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf))
+        zeros = None if x.zeros is None else own_tensor(x.zeros)
+        return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf), zeros=zeros)
 
     return replace(experts, gate_up=put(own(gate_up)), down=put(own(down)))
+
+
+def tensors_in(x: Matrix) -> list[torch.Tensor]:
+    """Return the tensors that weights read by `put` consist of."""
+    parts = (x.values, x.sf, x.zeros) if isinstance(x, QuantTensor) else (x,)
+    return [part for part in parts if part is not None]
 
 
 ExpertWeights.arrange = staticmethod(_arranged)
