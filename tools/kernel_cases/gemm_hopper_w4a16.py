@@ -76,8 +76,8 @@ class Case:
         return f"w4a8-{self.name}" if self.fp8 else f"w4a16-{self.name}"
 
 
-# Factors of 32 weights in bf16 and no zero points, as Kimi-K2 has them; of 128 as GPTQ and AWQ do; and what else is read
-# in another way.
+# Factors of 32 weights in bf16 and no zero points, as Kimi-K2 has them; of 128 as GPTQ and AWQ do; and what else is
+# read in another way.
 INT4_FORMS = {
     "": Int4(), "-128": Int4(64), "-gptq": Int4(64, torch.float16), "-awq": Int4(64, torch.float16, True),
     "-zeros": Int4(32, torch.bfloat16, True),

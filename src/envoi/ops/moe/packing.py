@@ -35,7 +35,8 @@ from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
 
 NAMES = (
-    "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_sf", "down_sf", "gate_up_scale", "down_scale"
+    "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_sf", "down_sf", "gate_up_scale", "down_scale",
+    "gate_up_zeros", "down_zeros",
 )  # fmt: skip
 LAYOUTS = ("concat", "interleaved")
 READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
@@ -48,7 +49,8 @@ BLOCKS = SCHEMES["fp8_128x128"]  # the weights of "fp8_block128"
 def pack(
     gate_up: Matrix, down: Matrix, format: str = AUTO, *, gate_up_sf: torch.Tensor | None = None,
     down_sf: torch.Tensor | None = None, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
+    down_scale: torch.Tensor | None = None, gate_up_zeros: torch.Tensor | None = None,
+    down_zeros: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
     gate_up_layout: str = "concat", packed_layout: str | None = None, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, activation: str | Callable = "swiglu", swiglu_limit: float | None = None,
     swiglu_alpha: float | None = None, requantize: bool = False,
@@ -57,12 +59,13 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights, bf16 activations), or
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4" and "int4" (4-bit weights, bf16 activations), or
         "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": what they are stored in;
         bf16 for floats.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
-        and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
+        and up; gate_up_zeros, down_zeros: zero points of INT4 weights (`envoi.quant.regroup.as_integers`), which are
+        uint8 pairs with zero points, or for which format is "int4". See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
     weight_block_size: rows and columns that share a factor, as config.json names them; the last block of a side may be
         smaller. Blocks begin with the first row of gate, the first of up and the first column: in a shard that begins
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
@@ -80,18 +83,23 @@ def pack(
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
-    On Hopper "mxfp4", "nvfp4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
+    On Hopper "mxfp4", "nvfp4", "int4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
     (`QuantTensor.order`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
+    the MX formats and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad
+    mode.
     """
     _check_options(format, gate_up_layout, requantize)
-    _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
+    _check_gradients(
+        gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale, gate_up_zeros,
+        down_zeros,
+    )  # fmt: skip
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gated, block = has_gate(activation), _block(weight_block_size)
     parts = 2 if gated and gate_up_layout == "concat" else 1
-    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up", block, parts)
-    down = _stored(down, down_sf, down_scale, "down", block)
+    integers = format == "int4"
+    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, integers)
+    down = _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, integers)
     chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
@@ -195,14 +203,17 @@ def _with_alpha(activation: str, alpha: float | None) -> str:
 
 
 def _stored(
-    weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, name: str, block: tuple[int, int] | None,
-    parts: int = 1,
+    weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, zeros: torch.Tensor | None, name: str,
+    block: tuple[int, int] | None, parts: int, integers: bool,
 ) -> Matrix:  # fmt: skip
-    """Return weights with their factors as a QuantTensor by rows, float weights as they are."""
+    """Return weights with their factors as a QuantTensor by rows, float weights as they are.
+
+    integers: pairs of 4 bits are INT4, also without zero points; else E2M1.
+    """
     if block is not None and sf is None:
         raise ValueError(f"weight_block_size: expected None without {name}_sf, got {block}")
     if isinstance(weight, QuantTensor):
-        for part, given in (("sf", sf), ("scale", scale)):
+        for part, given in (("sf", sf), ("scale", scale), ("zeros", zeros)):
             if given is not None:
                 raise ValueError(
                     f"{name}_{part}: expected None beside a QuantTensor, which has its factors, got {describe(given)}"
@@ -210,9 +221,17 @@ def _stored(
         groups = [-(-size // side) for size, side in zip(weight.shape[-2:], weight.group, strict=True)]
         expect_tensor(f"{name}.values", weight.values, (torch.float8_e4m3fn, torch.uint8))
         expect_tensor(f"{name}.sf", weight.sf, None, (*weight.shape[:-2], *groups), weight.values.device)
+        if weight.integers and weight.order == "rows":
+            regroup.as_integers(weight.values, weight.sf, weight.zeros, name)
         if weight.scale is not None:
             weight = replace(weight, scale=regroup.row_scales(weight.scale, weight.shape, name))
         return regroup.by_rows(weight)
+    if sf is not None and (integers or zeros is not None):
+        if scale is not None or block is not None:
+            raise ValueError(f"{name}_scale, weight_block_size: expected None beside INT4 weights, got one of them")
+        return regroup.as_integers(weight, sf, zeros, name)
+    if zeros is not None:
+        raise ValueError(f"{name}_zeros: expected None beside weights without {name}_sf, got {describe(zeros)}")
     if sf is not None:
         return regroup.as_stored(weight, sf, name, scale, block, parts)
     if scale is not None:
@@ -286,7 +305,9 @@ def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requant
     sf = stored.sf
     if stored.group[0] == 1:
         scale = None if stored.scale is None else _in_layout(kept, stored.scale, given, dim=-1)
-        return replace(stored, values=_reordered(stored.values, reorder), sf=_reordered(sf, reorder), scale=scale)
+        zeros = None if stored.zeros is None else reorder(stored.zeros)
+        values = _reordered(stored.values, reorder)
+        return replace(stored, values=values, sf=_reordered(sf, reorder), scale=scale, zeros=zeros)
     if kept == "concat":
         if not requantize:
             raise ValueError(
@@ -342,9 +363,7 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
-    if implementation(experts.device) != "hopper" or (
-        gate_up.group not in ((1, 32), (1, 16)) and not gate_up.integers
-    ):
+    if implementation(experts.device) != "hopper" or (gate_up.group not in ((1, 32), (1, 16)) and not gate_up.integers):
         return experts
     activations = format_named(experts.format).activations
     why_not, put = why_not_fragments, to_fragments
@@ -422,7 +441,7 @@ def check_sizes(hidden: int, intermediate: int, format: Format) -> None:
     """Raise ValueError unless a format's groups, and the kernels' vectors of 8, divide both sizes."""
     why = _unfit(hidden, intermediate, format)
     if why:
-        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4, mxfp4_fp8 and mxfp4_mxfp8 of 32"
+        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, int4, mxfp8, mxfp4, mxfp4_fp8, mxfp4_mxfp8 of 32"
         raise ValueError(f"{why} ({others}, fp8_block128 of 128)")
 
 

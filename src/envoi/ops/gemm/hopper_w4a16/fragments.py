@@ -394,7 +394,7 @@ def int4_code(per_step, half, has_zeros):
     more than it, and the difference to 128 plus the zero point is exact. half: factors are fp16; high is one rounded to
     bf16, low what is left of it, four bits at most, so that n * low is exact, and fma rounds n * (high + low) once.
     """
-    lines = ["{ .reg .b32 v, x, t, z, low, high, f0, f1, g0, g1; .reg .b64 both; .reg .f32 a, b; .reg .b16 h, l;"]
+    lines = ["{ .reg .b32 v, x, t, z, low, high, f0, f1, g0, g1; .reg .b64 both; .reg .f32 a, b; .reg .b16 h;"]
     if per_step == 1:
         lines.append("mov.b32 low, $48; mov.b32 high, $48;")
     else:
@@ -402,8 +402,9 @@ def int4_code(per_step, half, has_zeros):
     for row in range(2):
         for block, word in enumerate(("low", "high")):
             if half:
-                lines.append(f"mov.b32 {{l, h}}, {word}; cvt.f32.f16 a, {'lh'[row]}; cvt.rn.bf16x2.f32 f{block}, a, a;")
-                lines.append(f"shl.b32 v, f{block}, 16; mov.b32 b, v; sub.f32 b, a, b; cvt.rn.bf16x2.f32 g{block}, b, b;")
+                lines.append(f"shr.u32 v, {word}, {16 * row}; cvt.u16.u32 h, v; cvt.f32.f16 a, h;")
+                lines.append(f"cvt.rn.bf16x2.f32 f{block}, a, a; shl.b32 v, f{block}, 16; mov.b32 b, v;")
+                lines.append(f"sub.rn.f32 b, a, b; cvt.rn.bf16x2.f32 g{block}, b, b;")
             else:
                 lines.append(f"prmt.b32 f{block}, {word}, 0, {(0x1010, 0x3232)[row]:#x};")
         for k16 in range(2):

@@ -129,9 +129,7 @@ class Stages:
         """Producer: expect all bytes of a stage, and load its tokens: all, or as many boxes as a narrower tile has."""
         num_row_tiles: gl.constexpr = self.cfg.num_row_tiles
         full = self.full.index(stage)
-        tile_bytes: gl.constexpr = (
-            descs.words.block_type.nbytes + descs.factors.block_type.nbytes + self.cfg.zero_bytes
-        )
+        tile_bytes: gl.constexpr = descs.words.block_type.nbytes + descs.factors.block_type.nbytes + self.cfg.zero_bytes
         mbarrier.expect(full, (descs.tokens.block_type.nbytes >> WIDTH) + tile_bytes * num_row_tiles)
         if WIDTH == 0:
             tma_load(descs.tokens, [token, k_stage * self.cfg.block_k], full, self.tokens.index(stage))
