@@ -81,7 +81,7 @@ class QuantTensor(_Printed):
     order: "rows" as above, or the same numbers in the order of the tensor cores' operands, which only the experts'
         kernels and `dequantize` read: "fragments" (`envoi.quant.fragments`) or "fp8_fragments"
         (`envoi.quant.fp8_fragments`).
-    zeros: zero points of INT4, uint8 0 to 16, of the shape of sf; None: 8 everywhere.
+    zeros: zero points of INT4, uint8 0 to 15, of the shape of sf; None: 8 everywhere.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     Raises ValueError for a group that isn't a pair.

@@ -34,7 +34,7 @@ def quantised(weight: torch.Tensor, form: Form, seed: int = 0) -> QuantTensor:
     shape = groups.shape[:-1]
     zeros = torch.full(shape, 8, dtype=torch.uint8, device=weight.device)
     if form.zeros:
-        zeros = torch.randint(0, 17, shape, generator=source, device=weight.device).to(torch.uint8)
+        zeros = torch.randint(0, 16, shape, generator=source, device=weight.device).to(torch.uint8)
     # A zero point at an end leaves one side of zero without levels: clipped, as a bad checkpoint would be.
     sf = (groups.abs().amax(-1) / 7.5).clamp(min=1e-6).to(form.dtype)
     q = (groups / sf.float()[..., None]).round() + zeros[..., None]

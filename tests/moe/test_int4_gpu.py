@@ -174,7 +174,7 @@ def random_weights(experts: int, N: int, K: int, form: Form, seed: int = 0) -> Q
 
     shape = experts, N, K // form.columns
     sf = draw(1, 4, *shape).to(form.dtype) * 2.0 ** draw(0, 3, *shape).to(form.dtype)
-    zeros = draw(0, 17, *shape) if form.zeros else None
+    zeros = draw(0, 16, *shape) if form.zeros else None
     return QuantTensor(draw(0, 256, experts, N, K // 2), sf, (1, form.columns), zeros=zeros)
 
 

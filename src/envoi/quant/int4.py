@@ -1,6 +1,6 @@
 """INT4 weights: q from 0 to 15 stands for (q - zero point) * factor, one of each for a group of columns of a row.
 
-Zero points and factors are a checkpoint's, integers from 0 to 16 (8 if there are none), and bfloat16 or float16. So a
+Zero points and factors are a checkpoint's, integers from 0 to 15 (8 if there are none), and bfloat16 or float16. So a
 number has up to five significant bits times eight or eleven: float32 holds it exactly, bfloat16 doesn't.
 """
 
@@ -14,7 +14,7 @@ from envoi.types import QuantTensor
 
 FACTORS = torch.bfloat16, torch.float16
 MIDDLE = 8  # the zero point of weights that have none
-LARGEST_ZERO = 16  # GPTQ's first version stores one less than the zero point, from 0 to 15
+LARGEST_ZERO = 15
 MAX_LEVEL = 7.5  # that a group's largest magnitude becomes; the largest level is rounded to 7, the smallest to -8
 
 

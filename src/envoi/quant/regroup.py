@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from envoi.check import describe, dtype_name, expect_tensor
+from envoi.quant import int4
 from envoi.quant.bits import as_bytes, concatenate, e8m0_ceil, e8m0_to_float
 from envoi.quant.cast import dequantize, expand_sf
 from envoi.quant.formats import INT4, Scheme
 from envoi.quant.fragments import to_rows
-from envoi.quant.int4 import LARGEST_ZERO, without_needless_zeros
 from envoi.quant.pack import pack_weight, with_checked_scales
 from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
@@ -25,7 +25,6 @@ PUBLISHED = (16, 32, 128)  # sides of the groups that published checkpoints have
 PAIRS = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 VALUES = (torch.float8_e4m3fn, *PAIRS)
 FACTORS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8, torch.float8_e4m3fn)
-FACTORS_OF_INTEGERS = (torch.bfloat16, torch.float16)
 Block = tuple[int, int]
 
 
@@ -85,14 +84,16 @@ def as_integers(
     Raises ValueError that names `name`, `name`_sf or `name`_zeros.
     """
     expect_tensor(name, values, torch.uint8, ("num_experts", "rows", "columns / 2"))
-    expect_tensor(f"{name}_sf", sf, FACTORS_OF_INTEGERS, (*values.shape[:2], "groups"), values.device)
+    expect_tensor(f"{name}_sf", sf, int4.FACTORS, (*values.shape[:2], "groups"), values.device)
     columns, groups = 2 * values.shape[2], sf.shape[2]
     if groups == 0 or columns % groups:
         raise ValueError(f"{name}_sf: expected factors for equal parts of {columns} columns, got {describe(sf)}")
     if zeros is not None:
         expect_tensor(f"{name}_zeros", zeros, torch.uint8, sf.shape, sf.device)
-        if zeros.numel() and zeros.device.type != "meta" and int(zeros.max()) > LARGEST_ZERO:
-            raise ValueError(f"{name}_zeros: expected zero points from 0 to {LARGEST_ZERO}, got {int(zeros.max())}")
+        if zeros.numel() and zeros.device.type != "meta" and int(zeros.max()) > int4.LARGEST_ZERO:
+            raise ValueError(
+                f"{name}_zeros: expected zero points from 0 to {int4.LARGEST_ZERO}, got {int(zeros.max())}"
+            )
     return QuantTensor(values, sf, (1, columns // groups), zeros=zeros)
 
 
@@ -228,7 +229,7 @@ def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
     group, sf = scheme.group_for(x.shape), x.sf
     if scheme == INT4:
         zeros = None if x.zeros is None else x.zeros.contiguous()
-        return without_needless_zeros(replace(x, values=x.values.contiguous(), sf=sf.contiguous(), zeros=zeros))
+        return int4.without_needless_zeros(replace(x, values=x.values.contiguous(), sf=sf.contiguous(), zeros=zeros))
     if scheme.sf == torch.float8_e8m0fnu and sf.dtype == torch.float32:
         sf = e8m0_ceil(sf)
     elif scheme.sf == torch.float32 and sf.dtype == torch.float8_e8m0fnu:

@@ -59,13 +59,14 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4" and "int4" (4-bit weights, bf16 activations), or
-        "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": what they are stored in;
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4" and "int4" (4-bit weights, bf16 activations),
+        or "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": what they are stored in;
         bf16 for floats.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
-        and up; gate_up_zeros, down_zeros: zero points of INT4 weights (`envoi.quant.regroup.as_integers`), which are
-        uint8 pairs with zero points, or for which format is "int4". See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
+        and up; gate_up_zeros, down_zeros: zero points of INT4 weights, uint8 pairs with zero points or for which format
+        is "int4". See `envoi.quant.regroup.as_stored` and `as_integers` for dtypes and shapes. Or gate_up and down are
+        QuantTensors.
     weight_block_size: rows and columns that share a factor, as config.json names them; the last block of a side may be
         smaller. Blocks begin with the first row of gate, the first of up and the first column: in a shard that begins
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
@@ -83,8 +84,8 @@ def pack(
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
-    On Hopper "mxfp4", "nvfp4", "int4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
-    (`QuantTensor.order`), in as much memory; `unpack` reads them.
+    On Hopper "mxfp4", "nvfp4", "int4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can
+    be (`QuantTensor.order`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     the MX formats and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad
     mode.

@@ -3,8 +3,8 @@
     acc[row, token] = sum over groups k of 32:  2^sf[row, k] * (w[row, k] @ high[k, token] + w[row, k] @ low[k, token])
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
-exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4, whose
-numbers E4M3 holds too, in seven, or in thirteen with zero points. So 32 of K are two wgmma m64nTk32 into a fresh
+exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
+whose numbers E4M3 holds too, in seven, or in thirteen with zero points. So 32 of K are two wgmma m64nTk32 into a fresh
 accumulator, and a multiply-add for each of its elements: what the factor costs.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
@@ -209,7 +209,7 @@ def issue_step(held, tokens, step, zero):
         p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
         p = warpgroup_mma(w0, tokens.part(step, 0, 1), p, is_async=True)
         return (warpgroup_mma(w1, tokens.part(step, 1, 1), p, is_async=True),)
-    else:  # noqa: RET505 - the compiler must not see this branch
+    else:
         p0 = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
         p1 = warpgroup_mma(w1, tokens.part(step, 1, 0), zero, use_acc=False, is_async=True)
         p0 = warpgroup_mma(w0, tokens.part(step, 0, 1), p0, is_async=True)
@@ -334,8 +334,8 @@ def within(step, cfg: gl.constexpr):
 
 @gluon.jit
 def few_kernel(
-    values, factors, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums, flags,
-    num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
+    values, factors, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums,
+    flags, num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
 ):  # fmt: skip
     """Run one worker. Grid: (any number of CTAs,).
 

@@ -94,6 +94,6 @@ def arguments(
         zeros = unswizzled_descriptor(b.zeros.flatten().view(kind).view(-1, 32), 1, 32)
     return (
         descriptor(tokens, config.block_y, TILE), few, unswizzled_descriptor(words, 2, 256),
-        unswizzled_descriptor(factors, 1, config.factor_words), zeros, None, operands or (0,), as_stored(outputs), offsets,
-        parts, count, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
+        unswizzled_descriptor(factors, 1, config.factor_words), zeros, None, operands or (0,), as_stored(outputs),
+        offsets, parts, count, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip

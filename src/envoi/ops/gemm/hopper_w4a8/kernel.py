@@ -365,8 +365,8 @@ def consumer_registers(cfg):
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x_desc, few_desc, w_desc, f_desc, z_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
-    cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
+    x_desc, few_desc, w_desc, f_desc, z_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K,
+    num_experts, cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
