@@ -13,6 +13,7 @@ TILE = 64  # rows, and elements of K, of a tile of weights
 ROW_BYTES = 128  # of a token in a stage
 WEIGHT_BYTES = 2048  # of a tile
 FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64, "int4": 32}  # int32, of a tile's factors, by what weights become
+TMA_STEP = 128  # bytes of whose multiples TMA writes to shared memory
 MAX_STAGES = 8
 REGISTERS = 65536  # of an SM
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
@@ -135,7 +136,7 @@ class W4A8Config(SwappedTiles):
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage in shared memory."""
-        tile = WEIGHT_BYTES + 4 * self.factor_words + self.zero_bytes
+        tile = WEIGHT_BYTES + 4 * self.factor_words + (TMA_STEP if self.zero_bytes else 0)
         return self.block_y * ROW_BYTES + self.steps_per_stage * self.num_row_tiles * tile
 
 

@@ -64,7 +64,9 @@ class Stages:
     tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128] or bf16 [num_stages, block_y, 64]
     words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2 * steps_per_stage, 256]
     factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, steps_per_stage, factor_words]
-    zeros: gl.shared_memory_descriptor  # int16 or int32 [num_stages * row tiles, 1, 32], if there are any, else factors
+    # int16 [num_stages * row tiles, 2, 32], of which every other row is used, since TMA writes to multiples of 128 bytes;
+    # or int32 [.., 1, 32]; factors again if there are no zero points.
+    zeros: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
     full: gl.shared_memory_descriptor
     cfg: gl.constexpr
@@ -81,7 +83,8 @@ class Stages:
         if z_desc is None:
             zeros = factors
         else:
-            zeros = gl.allocate_shared_memory(z_desc.dtype, [num_tiles] + z_desc.block_type.shape, z_desc.layout)
+            rows: gl.constexpr = 2 // cfg.int4.per_step
+            zeros = gl.allocate_shared_memory(z_desc.dtype, [num_tiles, rows, 32], z_desc.layout)
         empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
         full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
         set_up_together()
@@ -110,7 +113,7 @@ class Stages:
             tma_load(descs.words, [row_tile * 2, 0], self.full.index(stage), self.words.index(slot))
             tma_load(descs.factors, [row_tile, 0], self.full.index(stage), self.factors.index(slot))
             if descs.zeros is not None:
-                tma_load(descs.zeros, [row_tile, 0], self.full.index(stage), self.zeros.index(slot))
+                tma_load(descs.zeros, [row_tile, 0], self.full.index(stage), self.zeros.index(slot).slice(0, 1, 0))
 
     @gluon.jit
     def fill_by_width(self, descs, stage, token, k_stage, width):
@@ -172,7 +175,7 @@ class Stages:
         if form is None:
             return to_bf16(by_block(words), factors, dot)
         elif form.has_zeros:
-            zeros = self.zeros.index(slot).load(pairs_layout).reshape([32]).to(gl.int32)
+            zeros = self.zeros.index(slot).slice(0, 1, 0).load(pairs_layout).reshape([32]).to(gl.int32)
             return int4_to_bf16(by_block(words), factors, zeros, dot, form.per_step, form.half)
         else:
             return int4_to_bf16(by_block(words), factors, None, dot, form.per_step, form.half)
