@@ -65,7 +65,7 @@ BASELINES = {
     "vllm_persistent_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, and its persistent_topk: a set too",
     "vllm_router": "torch's matmul (float32 logits if the rule has groups), and vLLM's grouped_topk or topk_softmax",
     "flashinfer_router": "FlashInfer's router GEMM to 16 tokens, above torch's, and its fused_topk_deepseek",
-    "unordered": "Envoi with ordered=False: positions in ascending order instead of best first",
+    "unordered": 'Envoi with order="any": the same set, not best first',
     "pytorch": "the operator's published reference in PyTorch, item by item",
     "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",
     "batched_mm": "transformers' own experts by a batched matmul with each slot's weights copied, in bf16",

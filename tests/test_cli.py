@@ -12,10 +12,8 @@ import envoi
 from bench import __main__ as bench
 from envoi import cli, info
 from examples.demo import __main__ as demo
-from tests.helpers import fresh
 from tests.helpers.slow import mostly_slow
 
-SIZES = "--hidden 256 --inter 128 --experts 8 --topk 2 --tokens 16"
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
 
 
@@ -58,11 +56,6 @@ def test_the_package_is_imported_without_a_compiler():
     assert done.stdout == "[]\n"
 
 
-def test_the_module_is_the_command():
-    done = fresh.run_module("envoi.cli", "--version")
-    assert (done.returncode, done.stdout) == (0, f"envoi {envoi.__version__}\n")
-
-
 PLAN = ["plan", "--hidden", "256", "--inter", "128", "--experts", "8", "--topk", "2", "--tokens", "64"]
 
 
@@ -84,17 +77,6 @@ def test_a_reader_who_leaves_ends_it_without_a_word(arguments, unbuffered):
     assert done.returncode == cli.READER_GONE
 
 
-def test_a_broken_pipe_to_something_else_is_not_hidden(monkeypatch):
-    def fail(args):
-        raise BrokenPipeError("another pipe")
-
-    monkeypatch.setattr(info, "run", fail)
-    with open(os.devnull, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        with pytest.raises(BrokenPipeError, match="another pipe"):
-            run("info")
-
-
 @pytest.mark.parametrize(
     ("picture", "problem"),
     [
@@ -111,18 +93,6 @@ def test_a_picture_that_cant_be_drawn_is_refused_at_the_start(command, picture, 
     assert run(*command, picture.format(folder=tmp_path)) == 2
     stdout, stderr = capsys.readouterr()
     assert (stdout, stderr) == ("", f"envoi: {command[-1]}: {problem.format(folder=tmp_path)}".strip() + "\n")
-
-
-@pytest.mark.parametrize("command", [[*PLAN, "--png", "x.png"], ["demo", "--out", "x.png"]], ids=["plan", "demo"])
-def test_a_picture_without_matplotlib_is_refused_at_the_start(command, tmp_path, monkeypatch, capsys):
-    no_work(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(*command) == 2
-    stdout, stderr = capsys.readouterr()
-    assert stdout == ""
-    needs = "needs matplotlib, which isn't installed; pip install 'envoi[demo]' brings it"
-    assert stderr == f"envoi: {command[0]} {needs}\n"
 
 
 def no_work(monkeypatch) -> None:
@@ -180,16 +150,6 @@ def test_a_plan_is_printed_where_there_are_no_blocks():
     assert "bound by # compute  = HBM" in done.stdout
 
 
-@pytest.mark.parametrize("error", [ValueError("--bytes: expected more,\ngot less"), FileNotFoundError("no file x")])
-def test_what_a_command_refuses_becomes_one_line(error, monkeypatch, capsys):
-    def refuse(args):
-        raise error
-
-    monkeypatch.setattr(info, "run", refuse)
-    assert run("info") == 2
-    assert capsys.readouterr().err == f"envoi: {' '.join(str(error).split())}\n"
-
-
 def test_a_missing_package_is_named_and_a_bug_is_not_hidden(monkeypatch, capsys):
     def needs(name):
         def fail(args):
@@ -203,23 +163,6 @@ def test_a_missing_package_is_named_and_a_bug_is_not_hidden(monkeypatch, capsys)
     needs("envoi.nothing")
     with pytest.raises(ModuleNotFoundError):
         run("info")
-
-
-def test_the_demo_gets_its_arguments(monkeypatch):
-
-    seen = []
-    monkeypatch.setattr("examples.demo.command.run", lambda args: seen.append(args) or 0)
-    assert run("demo", "--bytes", "99", "--formats", "bf16", "--ranks", "2") == 0
-    args = vars(seen[0])
-    assert (args["bytes"], args["formats"], args["ranks"]) == (99, "bf16", 2)
-    assert (args["model"], args["text"], args["prompt"], args["new_bytes"]) == (None, None, "def ", 160)
-    assert (args["device"], args["out"]) == ("auto", "demo.png")
-
-
-def test_the_demos_formats_are_the_formats():
-    from envoi.quant.formats import FORMATS
-
-    assert tuple(FORMATS) == tuple(cli.FORMATS.split(","))
 
 
 def test_info_as_json_and_as_text(capsys):
@@ -238,13 +181,6 @@ def on(devices):
     operators = [{"operator": name, **info.backend(name, devices)} for name in info.OPERATORS]
     found = {"versions": {"envoi": "0", "torch": None}, "devices": devices, "operators": operators}
     return info.to_text({**found, "transport": {"name": "NCCL", "why": "one GPU here"}})
-
-
-def test_what_all_operators_have_in_common_is_one_line(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    text = on([CPU])
-    assert "\nall operators: torch reference (no GPU)\n" in text
-    assert text.count("no GPU") == 1
 
 
 def test_operators_on_a_gpu_are_a_table_of_80_columns(monkeypatch):
@@ -276,20 +212,3 @@ def test_backends_and_transport_say_why(monkeypatch, devices, reach, backend, na
     assert found["backend"] == backend
     assert found["why"]
     assert info.transport(devices)["name"] == name
-
-
-def test_the_router_has_kernels_on_every_gpu():
-    other = {**GPU, "arch": "sm_120"}
-    assert info.backend("route", [CPU])["backend"] == "torch reference"
-    assert info.backend("route", [GPU, CPU])["backend"] == "Hopper kernel"
-    assert "float32 and mixed dtypes run on the Triton kernel" in info.backend("route", [GPU, CPU])["why"]
-    assert info.backend("route", [other, CPU])["backend"] == "Triton kernels"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("output", "status"), mostly_slow([(">&-", 0), (">/dev/full", 2)], quick=[(">/dev/full", 2)]))
-def test_output_that_cant_be_written(output, status):
-    command = f'exec "$0" -m envoi.cli plan {SIZES} {output}'
-    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
-    assert done.returncode == status
-    assert done.stderr == ("" if status == 0 else "envoi: [Errno 28] No space left on device\n")

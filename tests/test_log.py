@@ -2,14 +2,13 @@
 
 import logging
 import os
-import re
 
 import pytest
 import torch
 
 import envoi
 from envoi import log
-from envoi.env import LOG_LEVELS, log_level
+from envoi.env import log_level
 from envoi.ops.gemm import backend
 from envoi.runtime import launch
 from tests.helpers import fresh
@@ -23,21 +22,6 @@ import torch, envoi
 from tests.moe.layers import make
 layer, gate = make(tokens=5), torch.ones(8, 256)
 step = lambda tokens: envoi.moe(tokens, envoi.route(tokens, gate, 2), layer.pack())
-"""
-COMPILE = """
-import triton.language as tl
-from triton import knobs
-heard = []
-knobs.compilation.listener = lambda **event: heard.append(event["src"].name)
-from envoi.ops.moe.kernels import combine_kernel
-from envoi.runtime.triton_compat import compile_for
-from tests.machine_code.kernels import scale_rows
-types = {"rows": "*bf16", "slot_to_pos": "*i32", "out": "*bf16", "width": "i32", "K": "constexpr", "BLOCK": "constexpr"}
-for _ in range(2):
-    compile_for(combine_kernel, types, {(4,): 2, (5,): 128}, {}, "sm_90", {"num_warps": 4})
-types = {"x": "*fp32", "out": "*fp32", "scale": "fp32", "num_columns": "i32", "BLOCK": "constexpr"}
-compile_for(scale_rows, types, {(4,): 128}, {}, "sm_90", {"num_warps": 4})
-print(*heard)
 """
 
 
@@ -70,21 +54,6 @@ def test_calls(level, monkeypatch):
     assert "tensors=[float32 [10] on cpu]" in found[2]
 
 
-@pytest.mark.slow
-def test_calls_of_a_compiled_graph(monkeypatch):
-    code = STEPS + "torch.compile(step, fullgraph=True, backend='aot_eager')(layer.tokens)"
-    found = lines(run(code, "call", monkeypatch)[1])
-    assert [line.partition("(")[0] for line in found][:2] == ["call route", "call moe"]
-
-
-def test_configs(monkeypatch):
-    found = lines(run(STEPS + "step(layer.tokens)", "config", monkeypatch)[1])
-    assert [line for line in found if line.startswith("config")] == [
-        "config gemm of bfloat16 [10, 256] on cpu and bfloat16 [8, 256, 256] on cpu: torch",
-        "config gemm of bfloat16 [10, 128] on cpu and bfloat16 [8, 256, 128] on cpu: torch",
-    ]
-
-
 @pytest.mark.parametrize("level", mostly_slow(["2", "3"], quick=["3"]))
 def test_configs_of_kernels(level, monkeypatch):
     found = lines(run(STEPS + "step(layer.tokens)", level, monkeypatch, TRITON_INTERPRET="1")[1])
@@ -97,34 +66,11 @@ def test_configs_of_kernels(level, monkeypatch):
     assert "grid (1,): num_warps=4 " in router and "BLOCK_M=16" in router and "Spec(num_experts=8, k=2, " in router
 
 
-def test_compilations(monkeypatch, tmp_path):
-    """Test that others' compilations aren't reported, and that earlier listeners still receive all."""
-    out, err = run(COMPILE, "compile", monkeypatch, TRITON_CACHE_DIR=str(tmp_path))
-    first, second = lines(err)
-    assert re.fullmatch(r"compile combine_kernel: \d+\.\d\d s", first)
-    assert second == "compile combine_kernel: from the disk cache"
-    assert out.split() == ["combine_kernel", "combine_kernel", "scale_rows"]
-
-
-def test_the_programs_handlers_come_first(monkeypatch):
-    code = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='mine: %(name)s %(message)s')\n"
-    out, err = run(code + STEPS + "step(layer.tokens)", "call", monkeypatch)
-    assert out.startswith("mine: envoi call route(") and err == ""
-
-
 @pytest.mark.parametrize("level", ["debug", "4", "CALL"])
 def test_other_values_are_refused(level, monkeypatch):
     monkeypatch.setenv("ENVOI_LOG", level)
     with pytest.raises(ValueError, match=f"^ENVOI_LOG: expected call, config, compile, 1, 2, 3 or 0, got '{level}'$"):
         log_level()
-
-
-def test_every_value_has_a_level(monkeypatch):
-    for value, level in LOG_LEVELS.items():
-        monkeypatch.setenv("ENVOI_LOG", value)
-        assert log_level() == level
-    monkeypatch.delenv("ENVOI_LOG")
-    assert log_level() == 0
 
 
 def test_nothing_is_in_the_way_when_it_is_off():

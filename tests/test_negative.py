@@ -108,12 +108,6 @@ def test_quantising_keeps_the_sign(scheme):
     assert torch.equal(got.sf.view(torch.uint8), want.sf.view(torch.uint8))
 
 
-def test_the_imaginary_part_of_a_conjugate():
-    z = torch.complex(normal(4, 8), normal(4, 8)).conj()
-    assert z.imag.is_neg()
-    assert_same_bits(envoi.gemm(z.imag, OPERANDS["ht"]), envoi.gemm(z.imag.clone(), OPERANDS["ht"]))
-
-
 def test_such_tensors_are_not_plain():
     x = normal(3)
     assert plain([x, 1, "text", None, [x, torch.nn.Parameter(x)]])

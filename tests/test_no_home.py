@@ -132,13 +132,6 @@ def test_the_tuner_says_before_it_measures_that_nothing_is_kept(nowhere, monkeyp
     assert one_line(capsys).startswith("envoi: tune: nothing was kept: ")
 
 
-def test_a_tuner_that_may_name_a_file_keeps_there(nowhere, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tuning, "_expect_hopper", lambda: None)
-    monkeypatch.setattr(tuning, "_measure", lambda *given: 0)
-    assert cli.main(["tune", "--shape", "64x256x256", "--out", str(tmp_path / "new" / "gemm.json")]) == 0
-    assert json.loads((tmp_path / "new" / "gemm.json").read_text()) == {}
-
-
 def test_certifying_says_that_nothing_was_kept(nowhere, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -147,8 +140,3 @@ def test_certifying_says_that_nothing_was_kept(nowhere, monkeypatch, capsys):
     assert cli.main(["indexer", "certify"]) == 2
     assert one_line(capsys).startswith("envoi: indexer certify: nothing was kept: ")
     assert cli.main(["indexer", "certify", "--no-write"]) == 0
-
-
-def test_info_answers_without_a_home(nowhere, capsys):
-    assert cli.main(["info"]) == 0
-    assert f"envoi {envoi.__version__}" in capsys.readouterr().out

@@ -55,9 +55,3 @@ def test_what_is_refused():
         envoi.plan(envoi.gemm, a, a)
     with pytest.raises(ValueError, match="expected arguments like the planned ones"):
         envoi.plan(envoi.gemm, a, meta(64, 256)).run(meta(63, 256), meta(64, 256))
-
-
-def test_the_earlier_name_of_the_time_model_warns():
-    from envoi.plan import MoeLayer, plan_moe
-
-    assert MoeLayer is envoi.estimates.MoeLayer and plan_moe is envoi.estimate

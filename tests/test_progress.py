@@ -7,7 +7,6 @@ import pytest
 
 from envoi import progress
 from envoi.progress import Progress
-from examples.demo.command import _bar
 
 
 def work(**options) -> None:
@@ -40,20 +39,3 @@ def test_short_or_quiet_work_says_nothing(capsys, monkeypatch, on_terminal):
     monkeypatch.setattr(progress, "DELAY_S", -1.0)
     work(quiet=True)
     assert capsys.readouterr().err == ""
-
-
-def test_a_closed_stderr_stops_no_work(monkeypatch):
-    monkeypatch.setattr(progress, "DELAY_S", -1.0)
-    monkeypatch.setattr(sys, "stderr", None)
-    work(quiet=True)
-    bar = Progress(1)
-    bar.step("first")
-
-
-def test_the_demo_has_no_bar_in_a_file(capsys):
-    with _bar(10) as bar:
-        bar.set_description("loading")
-        bar.update(10)
-        bar.write("a line")
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("a line\n", "")

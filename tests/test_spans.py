@@ -7,7 +7,6 @@ import envoi
 from envoi import spans
 from envoi.quant import FORMATS
 from tests.helpers import fresh
-from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 
@@ -40,22 +39,6 @@ def test_the_steps_have_names(format):
     assert [name for name, _ in found if name != "envoi.grouped_gemm"] == ["envoi.route", "envoi.moe", *STEPS]
     assert all(parent == "envoi.moe" for name, parent in found if name in STEPS)
     assert [parent for name, parent in found if name == "envoi.grouped_gemm"] == ["envoi.L1", "envoi.L2"]
-
-
-def test_other_operators_have_names():
-    assert seen(lambda: envoi.gemm(GATE, GATE)) == [("envoi.gemm", "")]
-
-
-def across_ranks(rank: int, num_ranks: int) -> list[tuple[str, str]]:
-    parallel = envoi.ExpertParallel(LAYER.pack(first=4 * rank, last=4 * rank + 4))
-    return seen(lambda: parallel.moe(LAYER.tokens, LAYER.routing))
-
-
-def test_the_steps_across_ranks_have_names():
-    for outcome in run_ranks(2, across_ranks):
-        assert not outcome.error, outcome.text
-        steps = ["envoi.dispatch", "envoi.L1", "envoi.L2", "envoi.combine"]
-        assert [name for name, _ in outcome.value if name != "envoi.grouped_gemm"] == ["envoi.moe_parallel", *steps]
 
 
 def test_compiled_calls_have_names_and_stay_one_graph():

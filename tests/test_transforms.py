@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import envoi
@@ -11,7 +10,6 @@ from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
-from tools.oracles.indexer_workloads import one
 
 SOURCE = torch.Generator().manual_seed(0)
 
@@ -60,17 +58,6 @@ def test_rows_with_scale_factors_are_batched(scheme):
     got = torch.func.vmap(call)(a.values, a.sf)
     for i in range(3):
         assert_same_bits(got[i], call(a.values[i], a.sf[i]))
-
-
-def test_batches_of_batches():
-    x = normal(2, 3, 5, 32)
-    twice = torch.func.vmap(torch.func.vmap(lambda a: envoi.gemm(a, B)))(x)
-    assert_same_bits(twice, envoi.gemm(x.flatten(0, 2), B).view(2, 3, 5, 8))
-
-
-def test_a_batch_of_something_else_is_left_alone():
-    got = torch.func.vmap(lambda y: y + envoi.gemm(A[0], B).sum())(torch.zeros(3))
-    assert_same_bits(got, envoi.gemm(A[0], B).sum().expand(3))
 
 
 @envoi.epilogue
@@ -137,22 +124,6 @@ def test_operations_of_the_other_operators():
     for format in ("bf16", "fp8_row", "mxfp4"):
         products = 64 * 2 * 32 + 32 * 64  # per slot: hidden -> gate and up -> hidden
         assert counted(envoi.moe, layer.tokens, layer.routing, layer.pack(format)) == 2 * 5 * 3 * products
-
-
-def test_operations_of_the_indexer():
-    q, cache, weights, seq_lens, table = one((70, 0, 130)).tensors()
-    assert counted(envoi.indexer_topk, q, cache, weights, seq_lens, table, 512) == 2 * (70 + 0 + 130) * 64 * 128
-    # Two rows per request: the first of them doesn't see the newest token.
-    q, weights = q.repeat_interleave(2, 0), weights.repeat_interleave(2, 0)
-    call = envoi.indexer_topk
-    assert counted(call, q, cache, weights, seq_lens, table, 512, "fast", 2) == 2 * (69 + 70 + 129 + 130) * 64 * 128
-
-
-def test_operations_of_tensors_without_values():
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(x) for x in one((70, 0, 130)).tensors()]
-    assert counted(envoi.indexer_topk, *fakes, 512) == 2 * 3 * fakes[4].shape[1] * 64 * 64 * 128
-    assert counted(envoi.gemm, mode.from_tensor(A[0]), mode.from_tensor(B)) == 2 * 5 * 32 * 8
 
 
 def compiles(function, *arguments: torch.Tensor) -> None:

@@ -48,15 +48,6 @@ def test_a_process_that_only_imports_envoi_can_load(tmp_path):
     assert done.stdout.strip() == "torch.float8_e4m3fn", done.stderr
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_weights_that_were_loaded_compute(format):
-    file = io.BytesIO()
-    torch.save(LAYER.pack(format), file)
-    file.seek(0)
-    got = envoi.moe(LAYER.tokens, LAYER.routing, torch.load(file))
-    assert same(got, envoi.moe(LAYER.tokens, LAYER.routing, LAYER.pack(format)))
-
-
 @pytest.mark.parametrize("name", ["weights mxfp4", "weights bf16", "routing"])
 def test_what_is_no_device_is_refused(name):
     for dtype in (torch.float16, None, "gpu"):

@@ -1,7 +1,7 @@
 """Indexer compared with its PyTorch definition, one workload after the other; times and bytes are means over workloads.
 
 On a GPU Envoi's call is replayed from a CUDA graph, like in an engine; the definition waits for the device and can't
-be. Other baselines: the same call launched by Python, with ordered=False, a device copy of as many bytes, and the
+be. Other baselines: the same call launched by Python, with order="any", a device copy of as many bytes, and the
 scores of vLLM's DeepGEMM with torch's top-k and with vLLM's own, from CUDA graphs, if that library is installed. vLLM's
 own give a set of positions in any order, Envoi's slots best first: their names end in "_set". One that misses more than
 a hundredth of the best isn't timed.
@@ -112,9 +112,9 @@ def definition(x: Inputs) -> torch.Tensor:
     return out
 
 
-def slots_of(x: Inputs, mode: str, ordered: bool = True) -> torch.Tensor:
+def slots_of(x: Inputs, mode: str, order: str = "score") -> torch.Tensor:
     """Run Envoi's call."""
-    found = indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode, ordered=ordered)
+    found = indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode, order=order)
     return cast(torch.Tensor, found)
 
 
@@ -131,7 +131,7 @@ def _baselines(x: Inputs, mode: str, clock: Clock) -> dict[str, Callable[[], Run
         num_bytes = max(1, sum(x.lengths)) * BYTES_PER_TOKEN
         found |= {"launched": lambda: partial(slots_of, x, mode), "copy": lambda: copy_of(num_bytes, x.q.device)}
         if mode == "fast":
-            found["unordered"] = lambda: clock.graph(partial(slots_of, x, mode, ordered=False))
+            found["unordered"] = lambda: clock.graph(partial(slots_of, x, mode, order="any"))
             found |= {name: partial(_peer, x, select, clock) for name, select in PEERS.items()}
     return found
 

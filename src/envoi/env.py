@@ -44,11 +44,6 @@ def cache_file(name: str) -> Path | None:
     return None if folder is None else folder / name
 
 
-def switches() -> list[tuple[str, str]]:
-    """Return names and values of all of Envoi's variables that are set."""
-    return sorted(item for item in os.environ.items() if item[0].startswith("ENVOI_"))
-
-
 def for_compilers() -> dict[str, str]:
     """Return the variables of a process whose forks compile: those of this one, but one thread of OpenMP.
 

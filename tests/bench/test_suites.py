@@ -9,7 +9,7 @@ from bench.evidence import SUITES, load, read, to_line
 from bench.libraries import OF_BASELINE
 from bench.roof import Roof
 from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape
-from bench.suites import cases, measure, model, moe
+from bench.suites import cases, measure, model
 from bench.trial import Bench
 from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks
@@ -72,30 +72,6 @@ def test_a_wrong_result_shows_in_the_error(monkeypatch):
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
 
 
-@pytest.mark.parametrize("problem", [RuntimeError("no\nmemory"), KeyboardInterrupt()])
-def test_measurements_are_kept_one_by_one(problem, tmp_path, monkeypatch, capsys):
-    real, seen = runner.measure, []
-
-    def lost(case, bench):
-        seen.append(case.name)
-        if len(seen) == 2:
-            raise problem
-        return real(case, bench)
-
-    monkeypatch.setattr(runner, "measure", lost)
-    arguments = ["gemm_epilogues", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
-    if isinstance(problem, Exception):
-        assert main(arguments) == 1
-        stdout, stderr = capsys.readouterr()
-        assert f"gemm_epilogues {seen[1]}: failed: RuntimeError: no memory" in stdout
-        assert f"envoi: 1 of {len(seen)} cases failed" in stderr
-        assert [m.case for m in load(tmp_path)["cpu"]] == [seen[0], *seen[2:]]
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            main(arguments)
-        assert [m.case for m in load(tmp_path)["cpu"]] == [seen[0]]
-
-
 def test_the_command_appends_and_prints(tmp_path, capsys):
     for _ in range(2):
         assert main(["gemm", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]) == 0
@@ -105,26 +81,6 @@ def test_the_command_appends_and_prints(tmp_path, capsys):
     assert f"appended to {tmp_path / 'cpu.jsonl'}" in stdout
     assert len(read(tmp_path / "cpu.jsonl")) == 2 * len(names)
     assert [m.case for m in load(tmp_path)["cpu"]] == names
-
-
-def test_numbers_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = "<!-- bench:h200:gemm:1 -->1.02x<!-- /bench -->\n"
-    (tmp_path / "README.md").write_text(text)
-    (tmp_path / "docs").mkdir()
-    assert main(["--docs", "docs/benchmarks", "--out", "none"]) == 2
-    assert "--out: expected the folder of the results that --docs takes" in capsys.readouterr().err
-    assert (tmp_path / "README.md").read_text() == text
-
-
-def test_a_dirty_package_is_recorded_and_said(tmp_path, capsys, monkeypatch):
-    from bench import machine
-
-    monkeypatch.setattr(machine, "commit", lambda: "0123456789ab-dirty")
-    arguments = ["router", "--case", "512x8x128", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    assert "recorded as 0123456789ab-dirty" in capsys.readouterr().err
-    assert load(tmp_path)["cpu"][0].commit == "0123456789ab-dirty"
 
 
 def measure_transports(rank: int, num_ranks: int) -> list[tuple[float, set[str], dict, dict]]:
@@ -142,27 +98,6 @@ def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
         for error, baselines, missing, _ in outcome.value:
             assert error < MAX_MOE_ERROR["bf16"]
             assert (baselines, missing) == ({"torch_ep", "launched", "counted"}, {})
-
-
-def measure_uneven(rank: int, num_ranks: int) -> tuple[set[str], list[int], int]:
-    """Measure an uneven case; return its baselines, its rows and those of "as_busy" by rank."""
-    (case,) = (case for case in cases("moe") if case.on_cpu and not case.shape.is_even)
-    trial = measure(case, Bench(Clock(CPU, 2), ROOF, rank, num_ranks))
-    layer = moe.make_layer(case.shape, CPU, rank, num_ranks)
-    even, busy = moe.as_busy(case.shape, layer, num_ranks)
-    assert even.is_even and busy.packed is layer.packed
-    rows = [torch.bincount(moe._gather(x.routing.topk_ids).flatten() // 4, minlength=2).tolist() for x in (layer, busy)]
-    return set(trial.baselines), *rows
-
-
-def test_uneven_routing_is_measured_beside_ranks_as_busy_as_the_busiest():
-    for outcome in run_ranks(2, measure_uneven):
-        assert not outcome.error, outcome.text
-        baselines, rows, busy = outcome.value
-        assert baselines == {"torch_ep", "as_busy"}
-        assert max(rows) > 1.15 * min(rows)
-        assert 0 <= sum(busy) / 2 - max(rows) < 2, "each of two slots: a token more at most"
-        assert min(busy) > 0.85 * max(busy)
 
 
 GPU_CASES = {

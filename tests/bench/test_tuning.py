@@ -3,7 +3,6 @@
 import pytest
 
 from bench import shapes
-from bench import tuning as suites
 from bench.ahead import shapes_of
 from bench.evidence import SUITES
 from bench.suites import cases
@@ -16,17 +15,6 @@ from tools.kernel_cases.gemm_hopper import launch_with
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
 CASES = [case for name in GEMMS for case in cases(name) if case.on_cuda]
-
-
-def test_the_list_has_every_gemm_once(capsys):
-    assert suites.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    found = shapes_of(CASES)
-    assert len(lines) == len(set(lines)) == len(found)
-    assert {case.shape for case in CASES} <= set(found)
-    assert any(line.startswith("8192x4096x7168 bf16 swiglu_fp8 ") for line in lines)
-    assert any(line.startswith("32: 8192x4096x7168 <= 2102 fp8_row store ") for line in lines)
-    assert sum("none: " in line for line in lines) == sum("mxfp" in line for line in lines)
 
 
 def test_a_shape_of_ones_own(capsys):
@@ -91,19 +79,6 @@ def test_refusals(arguments, problem, capsys):
     assert capsys.readouterr().err.startswith(f"envoi: {problem}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["router"], "SUITE: expected one of gemm, "),
-        (["gemm_drawn"], "SUITE: expected one of gemm, "),
-        (["--case", "no such shape"], "--case: expected a part"),
-    ],
-)
-def test_refusals_of_suites(arguments, problem, capsys):
-    assert suites.main([*arguments, "--list"]) == 2
-    assert capsys.readouterr().err.startswith(f"envoi: {problem}")
-
-
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["tune", "--shape", "16x64x64"]) == 2
@@ -121,18 +96,6 @@ def test_the_default_is_the_first_candidate():
 
 def key(planned, config):
     return kernel_key(*launch_with(planned.call, config, 132))
-
-
-def test_launches_of_one_kernel_are_known():
-    small, large, other = (
-        problems.planned(shapes.GemmShape(*mnk), 132)
-        for mnk in ((4096, 4096, 7168), (2048, 4096, 2048), (64, 512, 512))
-    )
-    config = small.default
-    assert key(small, config) == key(large, config)
-    assert key(small, config) != key(other, other.default)
-    fused = problems.planned(shapes.GemmShape(4096, 4096, 7168, "bf16", "swiglu"), 132)
-    assert key(small, config) != key(fused, config)
 
 
 def test_the_winner_is_best_for_all_that_share_an_entry():

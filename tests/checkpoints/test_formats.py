@@ -242,11 +242,6 @@ def test_what_is_not_known_is_refused_by_name(make, message, tmp_path):
         from_checkpoint(tmp_path, 1, requantize=True, progress=False)
 
 
-def test_entries_that_say_nothing_are_none(tmp_path):
-    files = fp8(FP8 | {"zero_point": None, "anything": {}, "more": []}, BLOCK, factor="weight_scale_inv")
-    assert error_of(from_checkpoint(files.write(tmp_path), 1, progress=False), files.layers[1]) == 0
-
-
 def test_modelopt_names_no_group_that_the_file_does_not(tmp_path):
     files = mxfp8(QWEN, None)
     files.write(tmp_path)

@@ -92,7 +92,3 @@ def test_both_parts_compute_the_whole(ep):
     for one, whole in zip(got, evaluate(ep.ir, acc, given), strict=True):
         for a, b in zip(tensors_of(one), tensors_of(whole), strict=True):
             assert_same_bits(a, b)
-
-
-def test_a_cut_is_made_once():
-    assert cut(swiglu_fp8.ir) is cut(swiglu_fp8.ir)

@@ -13,9 +13,7 @@ from envoi.estimates.layer import rows_per_expert
 from envoi.estimates.machines import H200
 from envoi.estimates.network import Network
 from envoi.estimates.steps import gemm_us, step_of
-from envoi.ops.gemm.hopper.time_model import COSTS
 from envoi.ops.moe.one_launch.host import MANY_ROWS
-from envoi.runtime.gpu_rates import H200 as RATES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
 ONE_LAUNCH_SINCE, WITH_MANY_ROWS_SINCE = "2026-11-26", "2026-11-27"  # L1 and L2: few rows an expert; 768 and more
@@ -56,36 +54,6 @@ def test_few_rows_an_expert(rows, block_m):
     assert predicted(rows, 32, 4096, 4096, "bf16", block_m, 128) == pytest.approx(took, rel=0.1)
 
 
-@pytest.mark.parametrize(("rows", "took"), [(16, 97.2), (32, 109.9), (64, 135.3)])
-def test_weights_that_are_widened(rows, took):
-    # notes/2026-11-mxfp4-sm90.md, the GEMM alone
-    assert predicted(rows, 32, 4096, 4096, "mxfp4_mxfp8", rows, 256) == pytest.approx(took, rel=0.05)
-
-
-@pytest.mark.parametrize(("rows", "took"), [(16, 98.8), (32, 113.1), (64, 141.4)])
-def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took):
-    # Same notes, both kernels. Random routing needs more tiles than even rows do, so the step takes longer.
-    widened = 32 * rows * (4096 * 33 / 32 + 2 * 4096) / H200.hbm_gb_per_s / 1e3
-    both = predicted(rows, 32, 4096, 4096, "mxfp4_mxfp8", rows, 256) + widened
-    assert both == pytest.approx(took, rel=0.05)
-    l2 = estimate(MoeLayer(4096, 4096, 32, 1, 32 * rows, format="mxfp4_mxfp8")).steps[3]
-    assert both - 0.1 <= l2.time_us < 2.5 * both
-
-
-# notes/2026-11-decode-w4a16.md: sizes to which the constants of bf16 tokens on MXFP4 weights were not fitted.
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "num_tokens", "took"),
-    [
-        (2048, 768, 16, 38.9), (2048, 1024, 16, 42.5), (2048, 1408, 16, 53.1), (2048, 1536, 16, 56.6),
-        (2048, 2048, 16, 68.2), (2880, 2880, 8, 85.9), (2880, 2880, 128, 197), (2880, 2880, 256, 266),
-        (2880, 2880, 1024, 529),
-    ],
-)  # fmt: skip
-def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_tokens, took):
-    plan = estimate(MoeLayer(hidden, intermediate, 32, 4, num_tokens, format="mxfp4"))
-    assert plan.staged_us - plan.steps[0].time_us == pytest.approx(took, rel=0.15)
-
-
 # The model omits the sort of the slots and the wait for the rank with most rows: 7168/2048/256/8 with 2048 tokens on
 # two GPUs takes 1.13 of it.
 @pytest.mark.parametrize(
@@ -109,17 +77,6 @@ def test_the_staged_path(num_gpus, format, within, monkeypatch):
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case
 
 
-def test_one_launch_is_taken_where_the_kernel_is():
-    sizes = [(4096, 2048, 256, 6, 64), *((2048, 768, 128, 8, tokens) for tokens in (2048, 4096, 8192))]
-    found = [estimate(MoeLayer(*size, 2, "fp8_block128")) for size in sizes]  # 3, 256, 512 and 1024 rows an expert
-    assert [plan.one_launch for plan in found] == [True, True, False, True]
-    assert [plan.steps[3].fixed_us == 0 for plan in found] == [True, True, False, True]
-    assert not estimate(MoeLayer(*sizes[0], 2, "fp8_row")).one_launch
-    assert not estimate(MoeLayer(*sizes[0], 2, "fp8_block128"), arch="sm_100").one_launch
-    assert not estimate(MoeLayer(4096, 2048, 256, 6, 64, 1, "fp8_block128", num_hosts=2)).one_launch
-    assert not estimate(MoeLayer(2048, 768, 128, 8, 16, 1, "fp8_block128")).one_launch  # the kernels for few tokens
-
-
 def test_two_hosts():
     """Test the newest measurements by host, of two and four ranks that NCCL connects within one machine."""
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and " by host" in m.case]
@@ -136,11 +93,3 @@ def test_two_hosts():
 @pytest.mark.parametrize(("suite", "format"), [("gemm", "bf16"), ("gemm_fp8", "fp8_row"), ("gemm_fp8", "fp8_block128")])
 def test_rates_are_those_of_the_results(suite, format):
     assert measured(suite, f"8192x4096x7168 {format}").tflops == pytest.approx(H200.tflops[format], rel=0.1)
-
-
-def test_all_models_have_the_same_rates():
-    assert (H200.num_sms, H200.hbm_gb_per_s, H200.launch_us) == (RATES.num_sms, RATES.hbm_gb_per_s, RATES.launch_us)
-    assert COSTS.dram_bytes == RATES.hbm_bytes and COSTS.l2_bytes == RATES.l2_bytes
-    assert COSTS.launch == RATES.launch_cycles
-    copied = [m.gb_per_s for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "gemm_weights"]
-    assert max(copied) < 1.05 * RATES.hbm_gb_per_s, "a kernel reads faster than the models say that memory can be read"

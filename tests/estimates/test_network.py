@@ -1,6 +1,5 @@
 """Estimate of several hosts: bytes as the exchanges send them, times by the rates given, refusals in one line."""
 
-import json
 import shlex
 from dataclasses import replace
 
@@ -69,16 +68,6 @@ def test_steps_cross_at_the_rates_given():
     assert plan.staged_us - faster.staged_us == pytest.approx(saved)
 
 
-def test_presum_sends_a_sixth_back_and_reads_the_rows_on_the_host():
-    rows, sums = estimate(layer_of()), estimate(layer_of(), presum=True)
-    assert not rows.presum and sums.presum
-    assert rows.between_hosts and sums.between_hosts
-    assert rows.between_hosts.by_host[1] == 6 * sums.between_hosts.by_host[1]
-    assert rows.between_hosts.by_host[0] == sums.between_hosts.by_host[0]
-    assert sums.steps[5].hbm_bytes == 8192 * (512 * 6 + 2 * 512)
-    assert sums.staged_us < rows.staged_us
-
-
 def test_experts_and_rows_are_those_of_all_hosts():
     layer = layer_of()
     assert (layer.num_gpus, layer.num_local_experts, layer.num_all_tokens) == (8, 32, 4096)
@@ -105,24 +94,6 @@ def test_the_table_and_the_picture_fit_80_columns(more, capsys):
     text = " ".join(" ".join(lines).split())
     assert "network us" in text and "network MB" in text and "░ network" in text
     assert "between hosts: " in text and "nothing has been measured between hosts" in text
-
-
-def test_one_host_has_no_network(capsys):
-    assert "network" not in run(capsys, "")
-
-
-def test_json(capsys):
-    found = json.loads(run(capsys, "--hosts 2 --network 20 --collective 40 --json"))
-    assert found["network"] == {"gb_per_s": 20.0, "collective_us": 40.0}
-    assert [step["name"] for step in found["steps"]] == STEPS
-    assert found["steps"][6]["bound_by"] == "network"
-    assert found["between_hosts"]["by_host"][1] == 512 * 6 * 8192
-    assert found["layer"]["num_hosts"] == 2
-
-
-def test_a_picture_in_a_file(capsys, tmp_path):
-    run(capsys, f"--hosts 2 --png {tmp_path}/plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

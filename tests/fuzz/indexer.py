@@ -34,7 +34,7 @@ class Given:
     mode: str
     next_n: int
     slots: bool
-    ordered: bool
+    order: str
     bad: dict[int, int]  # request: error code
 
     @property
@@ -42,7 +42,7 @@ class Given:
         """Describe the case in one line."""
         return (
             f"{self.mode} k {self.k} heads {self.q.shape[1]} next_n {self.next_n} lengths {self.lengths} "
-            f"slots {self.slots} ordered {self.ordered} bad {self.bad}"
+            f"slots {self.slots} order {self.order} bad {self.bad}"
         )
 
     def cache(self) -> torch.Tensor:
@@ -62,7 +62,7 @@ def indexer_topk(draw: Draw) -> Case:
     q = draw.placed(given.q.view(torch.float8_e4m3fn), draw.one(("plain", "rows")))
     weights, table = draw.placed(given.weights), draw.placed(given.table)
     lengths = torch.tensor(given.lengths, dtype=torch.int32, device=device)
-    options = {"output": "slots" if given.slots else "positions", "ordered": given.ordered, "return_errors": True}
+    options = {"output": "slots" if given.slots else "positions", "order": given.order, "return_errors": True}
     # Kernels give error codes; torch's operators refuse, as in the exact mode where no certificate is.
     uncertified = device.type == "cpu" or certificate.orders(q.device, q.shape[1]) is None
     by_torch = implementation(device) == "torch" or (given.mode == "exact" and uncertified)
@@ -101,7 +101,7 @@ def drawn(draw: Draw, kind: str) -> Given:
             table[request, 0] = draw.one((-1, num_pages, 2**31 - 1))
     return Given(
         q, values, scales, weights, lengths, table, k, draw.one(("exact", "fast")), next_n, draw.chance(0.5),
-        draw.chance(0.7), bad,
+        draw.one(("score", "score", "any", "position")), bad,
     )  # fmt: skip
 
 
@@ -223,7 +223,9 @@ def misplaced(positions: torch.Tensor, score: Approx, given: Given) -> str:
     if bool(ahead.any()):
         other = int(ahead.nonzero()[0])
         return f"position {other} left out: {off(mid, err, other, least)}"
-    if not given.ordered:
+    if given.order == "any":
+        return ""
+    if given.order == "position":
         return "" if bool((positions[1:] > positions[:-1]).all()) else "positions aren't ascending"
     # The largest score that can still follow each place must not surely be above the score there.
     following = low[positions].flip(0).cummax(0).values.flip(0)

@@ -72,32 +72,6 @@ def test_findings_have_seed_description_problem_and_command(odd, capsys):
     assert command.main(["gemm", "--seed", "2", "--count", "1", "--device", "cpu"]) == 0
 
 
-@pytest.mark.parametrize("operator", run.OPERATORS)
-def test_cases_of_a_family_share_what_kernels_are_compiled_for(operator):
-    """A family's cases differ, but only in numbers of rows, of which there are few, and in values."""
-    texts, rows = set(), set()
-    for seed in range(40, 60):
-        draw, case = run.draw_case(operator, seed, "small", "cpu", 20)
-        assert draw.form.seed == 2
-        texts.add(case.text)
-        rows |= {
-            int(case.text.split(f"{name} ")[1].split()[0].strip(",")) for name in ("M", "P") if f" {name} " in case.text
-        }
-    assert len(texts) > 1 or operator == "quantise"
-    assert len(rows - {0}) <= 3
-    _, other = run.draw_case(operator, 60, "small", "cpu", 20)
-    assert other.text not in texts
-
-
-def test_a_case_without_rows_has_the_family_s_form():
-    """Which numbers of rows there are is drawn first: a case without rows mustn't shift what is drawn after it."""
-    forms = set()
-    for seed in range(200, 220):
-        _, case = run.draw_case("gemm", seed, "medium", "cpu", 20)
-        forms.add(case.text.split(", M ")[0] + case.text.split(" N ")[1].partition(", ")[0])
-    assert len(forms) == 1
-
-
 def test_processes_run_the_cases_that_one_would_run(capsys):
     given = ["quantise", "--count", "45", "--jobs", "2", "--sizes", "small", "--device", "cpu"]
     assert command.main(given) == 0

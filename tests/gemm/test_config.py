@@ -9,16 +9,12 @@ import torch
 from envoi.epilogues import Col, epilogue, library, row_sum
 from envoi.epilogues.lower import lower
 from envoi.ops.gemm.hopper import config as configs
-from envoi.ops.gemm.hopper import time_model
 from envoi.ops.gemm.hopper.candidates import candidates, default_config
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.ops.gemm.hopper.pairs import pairs_pay
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
-from envoi.ops.gemm.hopper.tune import rounded
 from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
-NO_WIDE_TILE = "wide_tail_tiles: expected a tile of two consumers that is as wide as high"
 STORE = lower(library.store.ir, torch.bfloat16, "gluon", False, True, frozenset())
 SCALED = Problem(64 * 256, 4096, 7168, 1, num_groups=64, scaled=True)
 SQUARE, WIDE = Config(64, 2, 128, 128, 6, num_store_buffers=2), Config(64, 2, 128, 128, 5, wide_tail_tiles=True)
@@ -36,31 +32,10 @@ def test_problems_that_wide_tiles_refuse(problem, words):
     assert why_not(problem, WIDE, STORE) == words
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_consumers": 1}, f"{NO_WIDE_TILE}, got 1x64x128"),
-        ({"block_y": 64}, f"{NO_WIDE_TILE}, got 2x64x64"),
-        (
-            {"num_stages": 6},
-            "num_stages: 2x64x128 k128x6 p64x1 wide_tail_tiles needs 264192 bytes of shared memory, got 232448",
-        ),
-        ({"num_stages": 1}, "num_stages: expected at least 2, got 1"),
-    ],
-)
-def test_wide_tiles_that_nothing_can_run(change, words):
-    assert why_not(SCALED, replace(WIDE, **change), STORE).startswith(words)
-
-
-def test_a_wide_tile_is_as_large_as_a_square_one():
-    assert (SQUARE.block_m, SQUARE.block_n) == (128, 128)
-    assert (WIDE.block_m, WIDE.block_n) == (64, 256)
-    assert WIDE.block_x == SQUARE.block_x
-
-
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
     """Return the units that a tile uses of the buffer shared by x, in boxes of one unit, and y, in boxes of two."""
-    from envoi.ops.gemm.hopper.pipeline import x_box_index, y_box_index
+    from envoi.ops.gemm.hopper.pipeline import x_box_index
+    from envoi.ops.gemm.hopper.y_boxes import y_box_index
 
     used = [x_box_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
     for side in (0, 1) if wide else (0,):
@@ -92,19 +67,6 @@ def test_candidates_fit(rows, element_bytes):
                 assert not config.wide_tail_tiles or (scaled and groups and rows > 64 and config.num_stages == 5)
 
 
-def test_no_wide_tiles_where_fewer_stages_fit():
-    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
-    found = candidates(replace(SCALED, tma_operand_bytes=2.0), code)
-    assert found
-    assert not any(config.wide_tail_tiles for config in found)
-
-
-def test_a_wave_that_is_full_but_for_chance_is_one_wave():
-    problem = Problem(33 * 80, 512, 2048, 1, num_groups=33, scaled=True)
-    fewer = replace(problem, M=33 * 70)
-    assert predicted_cycles(problem, SQUARE, NUM_SMS) < 1.1 * predicted_cycles(fewer, SQUARE, NUM_SMS)
-
-
 @pytest.mark.parametrize(
     ("rows", "wide"), [(64, False), (96, False), (128, True), (192, True), (256, True), (2048, False)]
 )
@@ -113,20 +75,6 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
     chosen = default_config(replace(SCALED, M=64 * rows), STORE, NUM_SMS)
     assert chosen is not None
     assert chosen.wide_tail_tiles == wide
-
-
-@pytest.mark.parametrize("mean", [1, 5, 64, 200, 256, 700])
-@pytest.mark.parametrize("config", [SQUARE, WIDE], ids=lambda config: config.label())
-def test_tiles_of_an_expert_are_those_of_routing_at_random(mean, config):
-    rows = torch.poisson(torch.full((200_000,), float(mean)), generator=torch.Generator().manual_seed(mean))
-    counted = (rows / config.block_m).ceil().mean().item()
-    assert time_model._tiles_of_group(SCALED, config, mean) == pytest.approx(counted, rel=0.02)
-
-
-def test_more_work_takes_longer():
-    for config in (SQUARE, WIDE):
-        times = [predicted_cycles(replace(SCALED, M=64 * rows), config, NUM_SMS) for rows in (64, 256, 512, 1024)]
-        assert times == sorted(times)
 
 
 # The last tokens' tile
@@ -231,44 +179,6 @@ def test_two_widths_are_refused_where_the_kernel_has_one(change, why):
     assert why_not(Problem(862, 2880, 4096, 2), replace(TWO_WIDTHS[1], **change), STORE).startswith(why)
 
 
-def test_a_tile_of_one_chunk_has_one_store_buffer():
-    quantised = library.expert_l1("swiglu", None, False, "fp8_1x128").ir
-    code = lower(quantised, torch.bfloat16, "gluon", False, True, frozenset())
-    problem, config = Problem(2000, 4096, 4096, 2), Config(64, 1, 256, 128, 4, num_store_buffers=2)
-    assert configs.fitted(problem, config, code).num_store_buffers == 1
-    found = configs.fitted(problem, config, STORE)
-    assert (found.num_chunks, found.num_store_buffers) == (4, 2)
-
-
-@pytest.mark.parametrize("name", ["absmax", "gelu_residual", "swiglu", "swiglu_residual", "swiglu_fp8"])
-def test_two_widths_are_for_every_epilogue_whose_chunks_divide_both(name):
-    ir = getattr(library, name).ir
-    loaded = tuple(operand.name for operand in ir.operands if operand.kind == "Tile")
-    code = lower(ir, torch.bfloat16, "gluon", False, True, frozenset(), loaded)
-    problem = Problem(862, 2880, 4096, 2, tma_operand_bytes=2.0 * len(loaded))
-    found = [config for config in candidates(problem, code) if config.rest_y]
-    assert {config.block_y for config in found} == (set() if name == "swiglu_fp8" else {96, 160, 192})
-
-
-def test_two_widths_are_candidates_of_plain_gemms_alone():
-    plain = Problem(862, 2880, 4096, 2)
-    found = [config for config in candidates(plain, STORE) if config.rest_y]
-    assert {config.block_y for config in found} == {96, 160, 192}
-    assert {config.pingpong for config in found} == {False, True}
-    for other in (replace(plain, num_groups=8), replace(plain, element_bytes=1, scaled=True)):
-        assert not any(config.rest_y for config in candidates(other, STORE))
-        assert why_not(other, replace(TWO_WIDTHS[2], block_k=128, num_stages=2), STORE).startswith("block_y: expected")
-
-
-def test_a_second_instruction_of_32_columns_takes_more_than_half_of_64():
-    def step(block_y: int) -> float:
-        config = Config(64, 2, block_y, 64, 4, tiles_overlap=True)
-        return time_model._step_cycles(Problem(128, 4096, 4096, 2), config, NUM_SMS, 132, costs)[0]
-
-    costs = replace(time_model.COSTS, latency=0, step=0, l2_bytes=1e9)
-    assert [step(block_y) / 8 for block_y in (64, 96, 128, 160, 192)] == [32, 32 + 24, 64, 64 + 24, 64 + 32]
-
-
 def fastest(problem: Problem, among) -> Config:
     """Return the config that the model chooses of some of the candidates for a store."""
     found = [config for config in candidates(problem, STORE) if among(config)]
@@ -298,36 +208,6 @@ def test_two_widths_are_chosen_where_they_were_faster(M, N, K, two, one):
     assert bool(chosen.rest_y) == (two < one)
 
 
-def test_rows_outside_of_the_matrix_cost_time_where_no_tile_can_be_moved():
-    few, all_rows = Problem(8, 6144, 4096, 2), Problem(64, 6144, 4096, 2)
-    one_box = Config(64, 1, 64, 128, 6, tiles_overlap=True)
-    assert predicted_cycles(few, one_box, NUM_SMS) > 1.2 * predicted_cycles(all_rows, one_box, NUM_SMS)
-    more, as_many, apart = replace(few, M=65), replace(few, M=128), replace(one_box, tiles_overlap=False)
-    assert predicted_cycles(more, one_box, NUM_SMS) < predicted_cycles(as_many, one_box, NUM_SMS)
-    assert predicted_cycles(more, apart, NUM_SMS) > 1.2 * predicted_cycles(as_many, apart, NUM_SMS)
-
-
-def test_pingpong_hides_epilogues_but_the_last():
-    one_round, K = Problem(128 * 12, 128 * 11, 512, 2), 512
-    alone, turns = Config(64, 2, 128, 64, 6), Config(128, 2, 128, 64, 6, pingpong=True)
-    assert predicted_cycles(one_round, turns, NUM_SMS) > predicted_cycles(one_round, alone, NUM_SMS)
-    rounds = Problem(128 * 120, 128 * 11, K, 2)
-    assert predicted_cycles(rounds, turns, NUM_SMS) < predicted_cycles(rounds, alone, NUM_SMS)
-
-
-def test_experts_without_tokens_cost_nothing():
-    few = Problem(4, 4096, 4096, 2, num_groups=128)
-    config = Config(64, 1, 8, 256, 6, swap_ab=True)
-    assert predicted_cycles(few, config, NUM_SMS) < predicted_cycles(replace(few, M=512), config, NUM_SMS) / 3
-
-
-def test_eight_warps_share_a_long_epilogue():
-    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
-    problem = Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0)
-    assert any(config.num_warps == 8 and config.pingpong for config in candidates(problem, code))
-    assert not any(config.num_warps == 8 for config in candidates(replace(problem, tma_operand_bytes=0.0), STORE))
-
-
 def test_column_operands_are_loaded_ahead_where_that_costs_no_stage():
     problem, turns = Problem(2000, 4096, 4096, 2), Config(128, 2, 128, 64, 6, pingpong=True)
     one, none = (lowered(getattr(library, name).ir, True) for name in ("scale_bias_relu", "store"))
@@ -343,42 +223,6 @@ def test_column_operands_are_loaded_ahead_where_that_costs_no_stage():
     assert configs.fitted(problem, replace(turns, epilogue_columns=32), two).columns_ahead
 
 
-@pytest.mark.parametrize(("width", "kept"), [(96, 128), (160, 256), (192, 256)])
-def test_column_operands_of_two_widths_have_a_buffer_of_a_power_of_two(width, kept):
-    problem, code = Problem(862, 2880, 4096, 2), lowered(library.scale_bias_relu.ir, True)
-    chosen = configs.fitted(problem, Config(64, 2, width, 64, 8, pingpong=True, epilogue_columns=32), code)
-    assert chosen.columns_ahead and why_not(problem, chosen, code) == ""
-    without = replace(chosen, columns_ahead=False)
-    assert shared_bytes(problem, chosen, code) - shared_bytes(problem, without, code) == 2 * kept * 4
-
-
-def test_column_operands_are_not_loaded_ahead_with_the_features_on_the_m_side():
-    problem, code = Problem(16, 4096, 4096, 2), lowered(library.scale_bias_relu.ir, False)
-    swapped = [config for config in candidates(problem, code) if config.swap_ab]
-    assert swapped and not any(config.columns_ahead for config in swapped)
-    assert why_not(problem, replace(swapped[0], columns_ahead=True), code).startswith("columns_ahead: expected False")
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "concat"])
-def test_column_operands_of_both_layouts_are_loaded_ahead(layout):
-    assert lowered(library.expert_l1("swiglu_oai", 7.0, True, None, layout).ir, False).columns_ahead == 1
-
-
-def test_column_operands_stay_where_eight_warps_have_no_register_left_for_them():
-    eight = Config(128, 2, 128, 64, 6, 8, pingpong=True, epilogue_columns=32)
-    ir, problem = library.gelu_residual.ir, Problem(2000, 4096, 4096, 2, tma_operand_bytes=2.0)
-    code = lower(ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
-    split = replace(eight, split_k=2)
-    assert configs.fitted(problem, eight, code).columns_ahead and not configs.fitted(problem, split, code).columns_ahead
-    assert configs.fitted(problem, replace(split, num_warps=4), code).columns_ahead
-
-
-def test_column_operands_of_both_halves_are_in_turn_ahead_or_not():
-    source = lowered(library.expert_l1("swiglu_oai", 7.0, True, None, "concat").ir, True).source
-    assert "buffers, x1, halves_in_turn(col_ids(x1, 0), at.n, at.N), at.N // 1" in source
-    assert "halves_in_turn(spread_ids(0, cfg.block_y), n, N)" in source
-
-
 def lowered(ir, tma: bool):
     return lower(ir, torch.bfloat16, "gluon", False, tma, frozenset())
 
@@ -386,28 +230,3 @@ def lowered(ir, tma: bool):
 @epilogue
 def with_two_columns(acc, scale: Col, bias: Col):
     return acc * scale + bias
-
-
-@pytest.mark.parametrize(
-    ("rows", "K", "in_turns"),
-    [
-        (16, 768, False), (17, 768, True), (32, 768, True), (64, 768, True), (65, 768, False), (64, 2048, True),
-        (54, 4096, True), (55, 4096, False), (64, 4096, False), (64, 7168, False),
-    ],
-)  # fmt: skip
-def test_scaled_tiles_in_turns_for_some_tokens_an_expert(rows, K, in_turns):
-    code = lower(library.expert_l2(False).ir, torch.bfloat16, "gluon", False, False, frozenset())
-    experts = Problem(rows * 128, 2048, K, 1, num_groups=128, scaled=True)
-    assert any(config.pingpong for config in candidates(experts, code)) == in_turns
-    assert default_config(experts, code, NUM_SMS).pingpong == in_turns
-    assert not any(config.pingpong for config in candidates(replace(experts, num_groups=0), code))
-
-
-@pytest.mark.parametrize("rows", [55, 60, 64, 100])
-@pytest.mark.parametrize("experts", [32, 64])
-def test_long_products_of_experts_with_second_tiles_quantise_in_pairs(rows, experts):
-    """Compare as measured at 64 rows an expert: 398 us in pairs, 496 in turns with a kernel that quantises."""
-    in_tile = library.expert_l1("swiglu", None, False, None)
-    in_pairs = library.expert_l1("swiglu", None, False, "fp8_1x128", rounded=True)
-    problem = Problem(rows * experts, 4096, 4096, 1, num_groups=experts, scaled=True)
-    assert pairs_pay(rounded(problem), in_pairs.ir, in_tile.ir, NUM_SMS)

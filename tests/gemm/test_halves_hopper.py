@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from envoi.epilogues import epilogue, halves, library, silu
-from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.config import Config, why_not
-from envoi.ops.gemm.hopper_mx import host as hopper_mx
-from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
 from tests.helpers.slow import mostly_slow
 from tools.kernel_cases import gemm_hopper as hopper_cases
@@ -75,11 +72,6 @@ def test_a_box_has_rows_of_gate_and_the_same_rows_of_up(experts, rows):
             assert torch.equal(box, torch.cat((gate, up)))
 
 
-def test_a_box_of_padded_rows():
-    weights = tma_ready(torch.zeros(2, 64, 100, dtype=torch.bfloat16)[..., 1:])  # 99 columns, copied to rows of 104
-    assert halves_descriptor(weights, 64, 64).strides == [32 * 104, 104, 1]
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.format}")
 def test_both_layouts_run_with_the_same_config(case):
     plans = [hopper_cases.planned(given)[1] for given in (concat(case), hopper_cases.inputs(case))]
@@ -136,17 +128,6 @@ def test_configs_that_cant_take_halves():
     assert why_not(problem, narrow, call.code).startswith(why)
     plain, _ = hopper_cases.planned(hopper_cases.inputs(DENSE))
     assert not why_not(problem, narrow, plain.code).startswith(why)
-
-
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp4_mxfp8"])
-def test_kernels_of_mx_weights_read_interleaved_ones_only(format):
-    given = hopper_cases.inputs(replace(FEW, format=format))
-    assert hopper_mx.why_not_mx(given.a, given.b, CONCAT.ir) == "halves of the weights' rows"
-    assert hopper_mx.why_not_mx(given.a, given.b, INTERLEAVED.ir) == ""
-    fragments = replace(given.b, order="fragments")
-    if format == "mxfp4":
-        assert many.why_not_many(given.a, fragments, CONCAT.ir, EXPERTS_ROWS) == "halves of the weights' rows"
-        assert many.why_not_many(given.a, fragments, INTERLEAVED.ir, EXPERTS_ROWS) == ""
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(512, ""), (384, "halves that end within a block of 128 rows")])

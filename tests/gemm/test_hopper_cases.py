@@ -9,9 +9,7 @@ import torch
 from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config
 from envoi.ops.gemm.hopper.kernel import gemm_kernel
-from envoi.runtime.kernel_case import kernel_key
 from tools.kernel_cases import gemm_hopper as cases
-from tools.kernel_cases import kernel_cases
 from tools.kernel_cases.gemm_hopper import CASES, NUM_SMS, Case, inputs, planned
 
 CASE = Case("x", "store", 256, 512, 384)
@@ -49,27 +47,6 @@ def test_long_rows_are_multiplied_first():
     assert [output.dtype for output in call.outputs] == [torch.float32]
 
 
-def test_what_the_kernel_does_not_take_has_no_launch():
-    case = dataclasses.replace(CASE, epilogue="softmax", N=1 << 15)
-    with pytest.raises(ValueError, match="the Hopper kernel doesn't take it: rows of 32768 columns"):
-        cases.launch_of(case)
-
-
-def test_all_cases_are_listed_and_differ():
-    listed = {name: case.about for name, case in kernel_cases().items() if name.startswith("gemm-sm90-")}
-    assert {case.title for case in CASES} == set(listed)
-    assert listed["gemm-sm90-few"] == "GEMM on Hopper: store of [16, 2048] @ [7168, 2048].T in bf16"
-    kernels = {kernel_key(*cases.launch_of(case)) for case in CASES}
-    assert len(kernels) == len(CASES), "two cases are one kernel"
-
-
-def test_every_way_to_cut_the_work_occurs():
-    configs = [planned(inputs(case))[1] for case in CASES]
-    for name in ("pingpong", "swap_ab", "split_k", "num_consumers", "wide_tail_tiles"):
-        ways = {min(2, int(getattr(config, name))) for config in configs}
-        assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
-
-
 # Cases of tuned.json
 
 
@@ -104,15 +81,6 @@ def test_a_key_brings_its_kernel(shipped):
     assert (case.M, case.N, case.K, case.epilogue) == (256, 512, 384, "store")
     assert planned(inputs(case))[1] == config
     assert cases.measured_cases() == (case,)
-
-
-@pytest.mark.parametrize("case", (*CASES, *cases.tuned_cases()), ids=lambda case: case.name)
-def test_every_kind_of_key_is_understood(case):
-    assert key(cases.case_of_key(key(case))) == key(case)
-
-
-def test_every_shipped_key_is_that_of_its_case():
-    assert [key(case) for case in cases.tuned_cases()] == list(json.loads(tune.SHIPPED.read_text()))
 
 
 def test_a_key_that_nothing_has(shipped):

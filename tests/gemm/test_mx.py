@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.epilogues.library import absmax, expert_l1, store, swiglu, swiglu_fp8
+from envoi.epilogues.library import expert_l1, store, swiglu_fp8
 from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
 from envoi.ops.gemm.hopper_mx import host
@@ -87,11 +87,6 @@ def test_machine_code(bits, ep, block_y, consumers):
     assert binary.shared_bytes <= shared_bytes(config)
 
 
-def test_a_plain_product():
-    families = record_of(compiled(swiglu, fitted(MxConfig(1, 16, MAX_STAGES)), 0))[0].families
-    assert "TMA load" in families
-
-
 def test_configs_fit():
     sizes = ((1, 256, 0), (16, 4096, 0), (512, 4096, 32), (4096, 2880, 8), (100000, 4096, 0))
     for (M, N, num_groups), bits in product(sizes, (4, 8)):
@@ -103,15 +98,6 @@ def test_configs_fit():
         128, 128, 64, 64, 128, 128,
     ]  # fmt: skip
     assert default_config(32 * 64, 4096, 32, 132).block_y == 64
-
-
-def test_wide_roles_where_tiles_are_many_and_epilogues_short():
-    for given in ((32 * 16, 4096, 32), (32 * 64, 4096, 32)):
-        assert default_config(*given, 132).rows_per_consumer == WIDE
-    for given in ((4 * 64, 2880, 4), (16, 4096, 0)):
-        assert default_config(*given, 132).rows_per_consumer == NARROW
-    sums = lower(absmax.ir, torch.bfloat16, "gluon", False, False, frozenset())
-    assert default_config(32 * 16, 4096, 32, 132, sums).rows_per_consumer == NARROW
 
 
 def test_what_it_does_not_take():

@@ -9,9 +9,6 @@ from envoi.ops.gemm.hopper_mx.dequant import widening
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.pack import LARGEST_SCALE_BYTE
 
-E4M3_NANS = (0x7F, 0xFF)
-LEAST = 2.0**-133  # smallest bf16
-
 
 def bf16(bits: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)

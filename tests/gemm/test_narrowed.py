@@ -51,13 +51,6 @@ def test_tiles_share_all_tokens_equally(M):
         assert enough in found or enough not in NARROWED or enough < 72
 
 
-def test_shares_of_few_tokens_have_a_consumer_of_their_own():
-    found = [config for config in candidates(replace(PLAIN, M=1000), STORE) if config.narrowed]
-    assert {(c.num_consumers, c.pingpong) for c in found} == {(1, False), (2, False), (2, True), (3, False)}
-    assert all(c.block_y >= 96 for c in found if c.consumers_per_tile > 1)
-    assert all(c.block_y <= 200 for c in found if c.num_consumers == 3)
-
-
 @epilogue
 def two_outputs(acc, c: Tile, alpha: Row, bias: Col):
     return acc * alpha + c, gelu(acc + bias)
@@ -99,24 +92,6 @@ def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(cod
     )
 
 
-def test_three_consumers_have_fewer_accumulators_in_fp8():
-    fp8 = replace(PLAIN, element_bytes=1)
-    found = [config for config in candidates(fp8, STORE) if config.narrowed and config.num_consumers == 3]
-    assert found and max(config.block_y for config in found) <= 192
-    wide = fitted(fp8, tile(200, 3, block_k=128), STORE)
-    assert why_not(fp8, wide, STORE).startswith("consumers: expected at most 96 accumulators a thread for three")
-    assert why_not(PLAIN, fitted(PLAIN, tile(200, 3), STORE), STORE) == ""
-
-
-@pytest.mark.parametrize(
-    "problem", [replace(PLAIN, num_groups=8), replace(PLAIN, element_bytes=1, scaled=True)], ids=["grouped", "scaled"]
-)
-def test_they_are_for_plain_products(problem):
-    assert not any(config.narrowed for config in candidates(problem, STORE))
-    config = tile(208, block_k=128, num_stages=3, epilogue_columns=64)
-    assert why_not(problem, config, STORE).startswith("block_y: expected a power of two unless in a plain GEMM")
-
-
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -149,38 +124,6 @@ def test_few_tokens_have_a_tile_of_their_own_width(M, tokens, ep):
     assert {config.block_y for config in found} == ({tokens} if tokens & (tokens - 1) else set())
     assert not any(config.stored_in_boxes for config in found)
     assert any(config.block_y == tokens and config.swap_ab for config in candidates(problem, code))
-
-
-def test_sums_of_rows_have_no_tile_that_spills():
-    code = lowered(summed, tma=False)
-    for M in (20, 24, 42):
-        found = [config for config in candidates(replace(PLAIN, M=M), code) if config.swap_ab]
-        assert max(config.block_y for config in found) == 32 and not any(config.narrowed for config in found)
-
-
-@pytest.mark.parametrize(
-    ("change", "config", "why"),
-    [
-        ({}, tile(48, 1, split_k=2), ""),
-        ({}, tile(48, 1, split_k=16), ""),
-        ({"whole_k": True}, tile(48, 1, split_k=2), "split_k: expected 1 where bits"),
-        ({}, tile(48, 1, block_k=128, num_stages=4), "block_k: expected rows of at most 128 bytes in a stage"),
-        ({"num_groups": 8}, tile(48, 1), "block_y: expected a power of two unless in a plain GEMM"),
-        ({"scaled": True, "element_bytes": 1}, tile(48, 1, block_k=128), "block_y: expected a power of two unless"),
-    ],
-)
-def test_few_tokens_may_be_split_along_k(change, config, why):
-    problem, code = replace(PLAIN, M=42, **change), lowered(library.store, tma=False)
-    found = why_not(problem, fitted(problem, config, code), code)
-    assert found.startswith(why) and bool(found) == bool(why)
-
-
-def test_partial_sums_have_room_for_the_whole_tensor():
-    a, b = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (42, 2048))
-    call, _ = host.planned(a, b, None, library.store.ir, torch.bfloat16, {}, NUM_SMS)
-    config = fitted(host.problem_of(call), tile(48, 1, split_k=4), call.code)
-    sums, counters, *_ = host.scratch(call, config, num_split=32)
-    assert len(sums) == 32 * 4 * 64 * 64 and len(counters) >= 32
 
 
 # Times in us on an H200 of the best narrowed config and of the best other:
@@ -227,13 +170,6 @@ def test_every_token_is_in_a_tile_and_the_last_tile_ends_with_the_last_token(M, 
     assert set(range(M)) <= {row + i for row in firsts for i in range(tokens)}
     assert min(firsts) == 0 and len(set(firsts)) == len(firsts)
     assert firsts[-1] + tokens == M or len(firsts) == 1
-
-
-def test_chunks_of_more_tokens_than_a_tile_are_counted():
-    for columns in (64, 128):
-        config = fitted(PLAIN, tile(72, epilogue_columns=columns), STORE)
-        stages = config.num_stages * (128 + 72) * 128
-        assert configs.shared_bytes(PLAIN, config, STORE) == stages + 2 * columns * 64 * 2 + configs.RESERVED_BYTES
 
 
 def test_both_boxes_are_of_the_tokens():

@@ -9,14 +9,13 @@ import torch
 from envoi.epilogues import epilogue, library, pairs, quantize, round_bf16
 from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import pairs_up
-from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper import pairs as paired
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.ops.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
+from envoi.ops.gemm.hopper.pairs import quantizes_in_pairs, use_pairs
 from envoi.ops.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
-from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
 from tools.kernel_cases import gemm_hopper as hopper_cases
@@ -91,12 +90,6 @@ def test_every_group_is_one_consumers(config, N, num_ctas):
     assert sorted(seen) == [(e, r, column) for e, r in rows for column in range(0, N, 256)]
 
 
-def test_a_wide_pairs_boxes_are_apart():
-    assert (WIDE.block_m, WIDE.block_n, WIDE.y_pitch) == (64, 512, 256)
-    assert (SQUARE.block_m, SQUARE.block_n) == (128, 256)
-    assert replace(WIDE, paired_tiles=False).y_pitch == WIDE.block_y
-
-
 # Which epilogues and configs
 
 
@@ -125,13 +118,6 @@ def test_epilogues_that_pairs_cant_quantise(ep):
         lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset(), paired=True)
 
 
-def test_pairs_are_stored_by_the_kernel_itself():
-    for given in ({"tma": True}, {"dialect": "triton"}):
-        options = {"dialect": "gluon", "tma": False, **given}
-        with pytest.raises(ValueError, match="pairs of chunks"):
-            lower(IN_PAIRS["concat"], torch.bfloat16, whole_rows=False, pointers=frozenset(), paired=True, **options)
-
-
 @pytest.mark.parametrize(
     ("config", "problem", "words"),
     [
@@ -153,11 +139,6 @@ def test_configs(config, problem, words):
     assert why.startswith(words) if words else why == ""
 
 
-def test_pairs_are_refused_without_their_epilogue():
-    config = replace(SQUARE, epilogue_columns=64)
-    assert why_not(PROBLEM, config, STORED) == "paired_tiles: expected False for this epilogue, got True"
-
-
 @pytest.mark.parametrize("rows", [1, 16, 64, 96, 192, 384, 1536])
 @pytest.mark.parametrize("N", [256, 512, 2816, 4096])
 def test_candidates(rows, N):
@@ -166,15 +147,6 @@ def test_candidates(rows, N):
     assert found and all(config.paired_tiles for config in found)
     assert all(shared_bytes(problem, config, PAIRED) <= SHARED_BYTES for config in found)
     assert not any(config.paired_tiles for config in candidates(problem, STORED))
-
-
-def test_a_round_of_pairs_takes_as_long_as_two_of_tiles():
-    one_round = Problem(96 * 132, 256, 4096, 1, num_groups=132, scaled=True)
-    tiles = replace(SQUARE, paired_tiles=False)
-    both = (predicted_cycles(one_round, config, 132) for config in (SQUARE, tiles))
-    assert next(both) == pytest.approx(next(both), rel=0.1)
-    half = replace(one_round, N=128)
-    assert predicted_cycles(half, tiles, 132) < 0.7 * predicted_cycles(one_round, SQUARE, 132)
 
 
 # Where they are chosen
@@ -198,23 +170,6 @@ def test_chosen_where_tokens_are_many(layout, on_hopper):
     assert not chosen(64 * 12, layout=layout)  # weights take the M side
     assert not chosen(64 * 192, N=4224, layout="interleaved")
     assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, format="bf16")
-
-
-def test_expected_rows_decide(on_hopper):
-    assert not chosen(64 * 192, grouping=Grouping(False, expected=64 * 12))
-    assert chosen(64 * 192, grouping=Grouping(False, expected=64 * 192))
-
-
-def test_forced(on_hopper):
-    for wanted in (True, False):
-        use_pairs(wanted)
-        assert chosen(64) == chosen(64 * 192) == wanted
-        assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, N=4224, layout="interleaved")
-
-
-def test_rows_of_one_pair_more_than_a_round_dont_pay():
-    problem = Problem(128 * 67, 512, 16384, 1, num_groups=67, scaled=True)  # 134 pairs, 268 tiles
-    assert not pairs_pay(problem, IN_PAIRS["concat"], IN_BF16["concat"], 132)
 
 
 # The kernels

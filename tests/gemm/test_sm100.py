@@ -8,7 +8,7 @@ import torch
 
 from envoi.epilogues import library
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.blackwell import host, sf_layout
+from envoi.ops.gemm.blackwell import sf_layout
 from envoi.ops.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
@@ -20,10 +20,6 @@ from tools.machine_code.count import record_of
 
 BF16, F8, U8 = cases.BF16, cases.F8, cases.U8
 PLAIN = BlackwellConfig(256, 64, 4)
-
-
-def build(epilogue, config, **options):
-    return record_of(compile_launch(cases.launch_of(epilogue, config, **options), "sm_100"))
 
 
 def check_roles(record, text, core, loads, stores, fetches):
@@ -59,10 +55,6 @@ BY_NAME = {
 }
 
 
-def test_every_entry_of_the_registry_is_here():
-    assert set(BY_NAME) == {case.name for case in cases.KERNELS}
-
-
 @pytest.mark.parametrize("name", mostly_slow(BY_NAME, quick=["gemm-sm100-nvfp4"]))
 def test_registered(name):
     case = kernel_cases()[name]
@@ -72,59 +64,6 @@ def test_registered(name):
     check_roles(record, text, *BY_NAME[name])
     copies = record.families.get("tensor memory copy", {})
     assert bool(copies) == (BY_NAME[name][3] is FACTORS)
-
-
-@pytest.mark.parametrize(
-    ("num_warps", "piece", "loads"),
-    mostly_slow(
-        [(4, 32, {"LDTM.x32": 8}), (4, 128, {"LDTM.x128": 2}), (8, 128, {"LDTM.x64": 2}), (8, 64, {"LDTM.x32": 4})],
-        quick=[(4, 32, {"LDTM.x32": 8}), (8, 128, {"LDTM.x64": 2})],
-    ),
-)
-def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
-    config = BlackwellConfig(256, 64, 3, num_warps=num_warps, epilogue_columns=piece)
-    check_roles(*build(library.store, config), "UTCHMMA", loads, 256 // piece, TWO)
-
-
-def wide(record, family):
-    """Return the count of a family's instructions of 128 bits a thread."""
-    return sum(number for opcode, number in record.families[family].items() if "128" in opcode.split("."))
-
-
-@pytest.mark.slow
-def test_parts_along_k_leave_by_wide_stores():
-    record, text = build(library.store, dataclasses.replace(PLAIN, split_k=3))
-    # A chunk is read once to store a part of a tile, and once if the tile is whole.
-    check_roles(record, text, "UTCHMMA", {"LDTM.x64": 8}, 4, TWO)
-    assert wide(record, "global store") == 256 // 4
-    assert wide(record, "global load") == 3 * 256 // 4
-    assert wide(record, "shared store")
-
-
-def test_reductions_over_rows_dont_spill():
-    check_roles(*build(library.absmax, PLAIN), "UTCHMMA", {"LDTM.x64": 4}, 4, TWO)
-
-
-@pytest.mark.slow
-def test_a_residual_comes_by_tma():
-    record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, epilogue_columns=32))
-    # One fetch before the tile, then one in each chunk but the last.
-    check_roles(record, text, "UTCHMMA", {"LDTM.x32": 8}, 8, {"UTMALDG.2D": 2 * 2 + 8})
-
-
-def test_block_scaled_in_groups():
-    config = BlackwellConfig(128, 128, 4, sf_group=32)
-    record, text = build(library.swiglu, config, dtypes=(F8, F8), num_experts=32)
-    check_roles(record, text, "UTCQMMA", {"LDTM.x64": 2}, 2, FACTORS)
-
-
-def test_only_tiles_of_an_unfilled_wave_are_cut():
-    config = dataclasses.replace(PLAIN, split_k=4)
-    call = cases.call_of(library.store, config, (BF16, BF16), (1000, 4096, 512), 0)
-    grid, arguments = host.arguments(call, config, 100)
-    assert grid == (100,)
-    M, N, K, groups, num_whole = arguments[-9:-4]
-    assert (M, N, K, groups, num_whole) == (1000, 4096, 512, 0, 100)  # of 8 x 16 tiles
 
 
 # Configs that don't fit
@@ -188,24 +127,6 @@ def test_refusals_of_problems():
     assert why_not(PROBLEM, PLAIN, halves) == "epilogue: expected one that takes pairs of columns, got one of halves"
     whole = lower(library.absmax.ir, BF16, "gluon", True, True, frozenset())
     assert "whole rows of 4096 columns" in why_not(PROBLEM, PLAIN, whole)
-
-
-def test_a_launch_that_cant_fit_says_why():
-    config = dataclasses.replace(PLAIN, num_stages=6)
-    with pytest.raises(ValueError, match="shared memory: 6 stages and what leaves are"):
-        cases.launch_of(library.store, config)
-
-
-@pytest.mark.slow
-def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
-    # Compiled without a launch, such a kernel traps at the allocation; the code after it is removed.
-    monkeypatch.setattr(host, "why_not", lambda problem, config, code: "")
-    config = BlackwellConfig(256, 128, 3, sf_group=32, epilogue_columns=32)
-    for num_accumulators, there in ((1, True), (2, False)):
-        cut = dataclasses.replace(config, num_accumulators=num_accumulators)
-        assert bool(why_not(SCALED, cut, STORE)) != there
-        record, _ = build(library.store, cut, dtypes=(F8, F8))
-        assert ("tensor memory load" in record.families) == there
 
 
 @pytest.mark.parametrize("name", ["gemm-sm100", "gemm-sm100-mxfp8-mxfp4"])

@@ -8,12 +8,9 @@ import torch
 
 from envoi.epilogues.library import store
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.blackwell.config import BlackwellConfig
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.candidates import default_config
 from envoi.ops.gemm.hopper.config import Config, Problem
-from envoi.ops.gemm.hopper.tile_config import TileConfig
-from envoi.ops.gemm.hopper_mx.config import MxConfig
 
 PROBLEM = Problem(4096, 4096, 4096, 2)
 NUM_SMS = 99  # no config is shipped for it
@@ -99,8 +96,3 @@ def test_a_spoilt_file_stops_no_gemm_and_no_tuning(path, text):
         assert chosen() == default_config(PROBLEM, CODE, NUM_SMS)
     tune.keep({KEY: CONFIG})
     assert chosen() == CONFIG
-
-
-@pytest.mark.parametrize("config", [CONFIG, MxConfig(2, 16, 12), BlackwellConfig(256, 64, 3)], ids=type)
-def test_every_config_has_what_shared_code_asks_for(config):
-    assert isinstance(config, TileConfig)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from envoi import gemm
-from envoi.epilogues import Row, epilogue, exp, log, pairs, quantize, row_sum
+from envoi.epilogues import Row, epilogue, exp, log, row_sum
 from envoi.epilogues.cut import cut
-from envoi.epilogues.library import absmax, store, swiglu, swiglu_fp8
+from envoi.epilogues.library import swiglu_fp8
 from envoi.ops.gemm import backend
 from envoi.ops.gemm.grouping import ALL_ROWS, EXPERTS_ROWS, INVARIANT_ROWS, Grouping
 from envoi.ops.gemm.hopper import host, tune, two_kernels
@@ -24,11 +24,6 @@ from envoi.types import QuantTensor
 from tools.machine_code.compile import compile_launch
 
 BF16, SMS = torch.bfloat16, 132
-
-
-@epilogue
-def plain_fp8(acc):
-    return quantize(acc, "fp8_e4m3", group=128)
 
 
 @pytest.fixture(autouse=True)
@@ -91,28 +86,6 @@ def test_where_no_tile_holds_a_group_there_are_two(M, experts, grouping):
     assert in_two(M, 4096, 4096, format="fp8_block128", experts=experts, grouping=grouping)
 
 
-@pytest.mark.parametrize("M", [1, 64, 418, 5000])
-@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
-def test_batch_invariance_and_experts_choose_by_no_number_of_rows(M, format):
-    assert not in_two(M, 4096, 4096, format=format, grouping=INVARIANT_ROWS)
-    assert not in_two(M, 4096, 4096, format=format, experts=8)
-
-
-@pytest.mark.parametrize("ep", [store, swiglu, absmax], ids=lambda ep: ep.ir.name)
-@pytest.mark.parametrize("M", [1, 300, 5000])
-def test_epilogues_that_need_few_columns_have_one(ep, M):
-    two_kernels.use(True)
-    assert not in_two(M, 4096, 4096, ep=ep)
-
-
-def test_a_choice_can_be_forced():
-    two_kernels.use(True)
-    assert in_two(16384, 14336, 4096)
-    two_kernels.use(False)
-    assert not in_two(1, 4096, 4096)
-    assert in_two(1, 4096, 4096, format="fp8_block128")  # no tile holds it
-
-
 def test_the_choice_follows_the_model_of_time():
     problem = tune.rounded(Problem(300, 8192, 4096, 2))
     parts = cut(swiglu_fp8.ir)
@@ -122,25 +95,6 @@ def test_the_choice_follows_the_model_of_time():
     assert two_kernels.pay(problem, swiglu_fp8.ir, SMS)
     narrow = replace(problem, N=256 * 132 * 5)
     assert not two_kernels.pay(narrow, swiglu_fp8.ir, SMS)
-
-
-def test_groups_need_no_row_to_fit():
-    """A group is 128 columns: rows of any length are quantised, also where no tile holds what makes a group."""
-    a, b = matrix("fp8_1x128", 64, 2048), matrix("fp8_128x128", 32768, 2048)
-    assert host.why_not_hopper(a, b, swiglu_fp8.ir) == ""
-    assert "rows of 32768 columns" in host.why_not_hopper(a, b, by_rows.ir)
-    assert "rows of 32768 columns" in host.why_not_hopper(a, b, with_a_sum.ir)  # the second kernel holds whole rows
-
-
-@epilogue
-def by_rows(acc):
-    return quantize(acc, "fp8_e4m3", group="row")
-
-
-@epilogue
-def with_a_sum(acc):
-    gate, up = pairs(acc)
-    return quantize(gate * up, "fp8_e4m3", group=128), row_sum(acc)
 
 
 # What

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few, fragments
-from envoi.ops.gemm.hopper_w4a16.few_config import few_configs, unroll_of
+from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
@@ -117,10 +117,6 @@ def test_configs_of_fp8_tokens_fit(hidden, intermediate, slots):
         assert 1 <= config.ctas_per_sm <= 16 // config.num_warps
     assert l1.tile_tokens == (8 if slots < 200 else 16)
     assert not l1.late
-
-
-def test_gpt_oss_reads_whole_groups():
-    assert [unroll_of(k // 64) for k in (2880, 4096, 768, 1536, 1408)] == [5, 4, 4, 4, 5]
 
 
 def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> few.Layer:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_w4a16 import fragments
+from envoi.ops.gemm.hopper_w4a16 import int4
 from envoi.quant.int4 import LARGEST_ZERO, to_codes
 from tests.gemm import test_mx_widening as interpreter
 from tests.gemm.test_mx_widening import bf16, packed, run
@@ -70,7 +70,7 @@ def e4m3(word: torch.Tensor, byte: int) -> torch.Tensor:
 
 def test_every_pair_becomes_e4m3():
     registers = {"$2": words(True)}
-    run(fragments.INT4_CODE.value, registers)
+    run(int4.INT4_CODE.value, registers)
     for i, (name, q) in itertools.product(range(4), (("$0", FIRST), ("$1", SECOND))):
         assert torch.equal(e4m3(registers[name], i) * 2**8, q.roll(i).double() - 8)
 
@@ -82,7 +82,7 @@ def test_every_pair_less_every_zero_point_becomes_e4m3():
         registers |= {
             name: torch.full_like(registers["$2"], (128 - z) * 0x01010101) for name, z in (("$6", zero), ("$10", other))
         }
-        run(fragments.with_zeros_code(), registers)
+        run(int4.with_zeros_code(), registers)
         for i, (name, q, z) in itertools.product(range(4), (("$0", FIRST, zero), ("$1", SECOND, other))):
             assert torch.equal(e4m3(registers[name], i) * 2**9, q.roll(i).double() - z)
 
@@ -112,7 +112,7 @@ def test_every_pair_under_many_factors_is_rounded_once(per_step, half, has_zeros
             factors |= bits[i] << 16 * i if i < 3 else (bits[i] - (1 << 16 if bits[i] >> 15 else 0)) << 16 * i
         registers["$48"] = factors
         registers["$80"] = torch.full_like(given, sum(z << 8 * i for i, z in enumerate(zeros)))
-        run(fragments.int4_code(per_step, half, has_zeros).replace("shr.u64 both", "shr.u64 both"), registers)
+        run(int4.int4_code(per_step, half, has_zeros), registers)
         for block, k16, k8, row, b in itertools.product((0, 1), repeat=5):
             got = bf16(registers[f"${8 * block + 4 * k16 + 2 * k8 + row}"] >> 16 * b & 0xFFFF)
             q = (SECOND if block else FIRST).roll(2 * b + k8 + k16 + 2 * row).double()

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.epilogues.library import expert_l1, expert_l2, store
+from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.ops.gemm.grouping import ALL_ROWS, EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8 import host
-from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, costs_of, w4a8_config
+from envoi.ops.gemm.hopper_w4a8.config import w4a8_config
 from envoi.ops.gemm.hopper_w4a8.widening import HIGH, HIGH_OF_0, LOW, LOW_OF_0, WIDEN
 from envoi.quant import quantize
 from envoi.quant.fp8_fragments import LEAST_COMPUTED, NAN_INDEX, e4m3_tables, to_fp8_fragments
@@ -75,20 +75,6 @@ def test_a_narrower_last_tile_is_taken_where_it_pays():
     assert [chosen(rows, widened="bf16").widths for rows in (64, 256, 1000)] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("widened", ["e4m3", "bf16", "nvfp4"])
-def test_every_width_has_a_cost(widened):
-    for block_y, widths, costs in TILES["e4m3" if widened == "e4m3" else "bf16"]:
-        config = config_of(block_y, widths, 2048, 64, widened=widened)
-        assert costs_of(config) == costs
-        assert sorted(costs, reverse=True) == [block_y >> width for width in range(widths)]
-        assert sorted(costs.values(), reverse=True) == [costs[size] for size in sorted(costs, reverse=True)]
-
-
-def test_few_tiles_are_narrow_enough_for_all_multiprocessors():
-    # 8 experts with 40 rows and 12 tiles of features: 96 tiles, fewer than multiprocessors.
-    assert chosen(40, experts=8, N=1536).block_y <= 64
-
-
 def weights(rows=128, columns=192):
     return to_fp8_fragments(quantize(torch.randn(2, rows, columns), "mxfp4"))
 
@@ -103,7 +89,3 @@ def test_what_the_kernel_takes():
     assert host.why_not_w4a8(tokens, replace(b, order="rows"), l1, EXPERTS_ROWS) == "the weights' order"
     in_halves = expert_l1("swiglu", None, True, None, "concat").ir
     assert host.why_not_w4a8(tokens, b, in_halves, EXPERTS_ROWS) == "halves of the weights' rows"
-
-
-def test_only_the_tokens_factors_are_multiplied_by_the_kernel_itself():
-    assert [operand.kind for operand in host.with_token_scale(store.ir).operands] == ["Row"]

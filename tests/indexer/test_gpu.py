@@ -38,16 +38,20 @@ def assert_right(out, tensors, next_n=1):
 
 
 def assert_sorted_own(tensors, k=2048):
-    """Assert that the output is a full, stable sort of the kernel's own scores."""
+    """Assert that the output is a full, stable sort of the kernel's own scores, and by position the same set."""
     p = fast.Problem(*tensors, k, 1)
     space = fast.workspace(p)
     fast.score(p, space, 0, fast.rows_at_once(p))
     own = space.logits.clone()
-    out = indexer_topk(*tensors, k=k, mode="fast", output="positions")
-    for row in range(fast.rows_at_once(p)):
-        want = reference.best(own[row, : int(tensors[3][row])], k)
-        assert torch.equal(out[row, : len(want)].long(), want)
-        assert bool((out[row, len(want) :] == -1).all())
+    for order in ("score", "any", "position"):
+        out = indexer_topk(*tensors, k=k, mode="fast", output="positions", order=order)
+        for row in range(fast.rows_at_once(p)):
+            want = reference.best(own[row, : int(tensors[3][row])], k)
+            found = out[row, : len(want)].long()
+            if order == "any":
+                found = found.sort().values
+            assert torch.equal(found, want if order == "score" else want.sort().values)
+            assert bool((out[row, len(want) :] == -1).all())
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -104,15 +108,15 @@ def test_fast_10000_random_rows(seed):
         for k in (512, 1024, 2048):
             for next_n, requests in ((1, 120), (2, 24), (4, 11), (1, 2)):
                 tensors = random_tensors(requests, 4 * k, heads, next_n, source)
-                ordered = (seed + next_n) % 3 > 0
-                out, errors = indexer_topk(
-                    *tensors, k=k, mode="fast", next_n=next_n, ordered=ordered, return_errors=True
-                )
+                order = ("score", "any", "position")[(seed + next_n) % 3]
+                out, errors = indexer_topk(*tensors, k=k, mode="fast", next_n=next_n, order=order, return_errors=True)
                 wrong = wrong_rows(out, tensors, next_n) | (errors != 0)
                 assert not bool(wrong.any()), f"{int(wrong.sum())} rows, k {k}, {heads} heads, next_n {next_n}"
 
 
-@pytest.mark.parametrize("lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000)], ids=["long", "40", "302"])
+@pytest.mark.parametrize(
+    "lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000), (1_000_000,)], ids=["long", "40", "302", "million"]
+)
 def test_fast_long_and_many(lengths):
     assert_sorted_own(on_gpu(one(lengths).tensors()))
 
@@ -131,7 +135,7 @@ def test_newer_query_rows_see_more(mode):
     out = indexer_topk(q, cache, weights, seq_lens, table, 512, mode, 3)
     assert_right(out, (q, cache, weights, seq_lens, table), 3)
     if mode == "exact":
-        assert torch.equal(out, reference.indexer_topk(q, cache, weights, seq_lens, table, 512, mode, 3, True, True))
+        assert torch.equal(out, reference.indexer_topk(q, cache, weights, seq_lens, table, 512, mode, 3, True, "score"))
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])

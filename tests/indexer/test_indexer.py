@@ -60,7 +60,7 @@ def definition(q, k_cache, weights, seq_lens, block_table, k):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_exact_mode_has_the_bits_and_the_order_of_the_definition(name):
-    assert_same_bits(indexer_topk(*HOSTILE[name]), definition(*HOSTILE[name], 2048))
+    assert_same_bits(indexer_topk(*HOSTILE[name], mode="exact"), definition(*HOSTILE[name], 2048))
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
@@ -123,12 +123,15 @@ def test_positions_slots_and_order(mode):
     tensors = one((900, 100)).tensors()
     slots = indexer_topk(*tensors, k=512, mode=mode)
     positions = indexer_topk(*tensors, k=512, mode=mode, output="positions")
-    ascending = indexer_topk(*tensors, k=512, mode=mode, output="positions", ordered=False)
+    ascending = indexer_topk(*tensors, k=512, mode=mode, output="positions", order="position")
+    in_any_order = indexer_topk(*tensors, k=512, mode=mode, output="positions", order="any")
     for row, length in enumerate((900, 100)):
         n = min(length, 512)
         assert_same_bits(to_slots(positions[row, :n], tensors[4][row]), slots[row, :n])
         assert ascending[row, :n].tolist() == sorted(positions[row, :n].tolist())
         assert bool((ascending[row, n:] == -1).all())
+        assert sorted(in_any_order[row, :n].tolist()) == ascending[row, :n].tolist()
+        assert bool((in_any_order[row, n:] == -1).all())
 
 
 def test_an_unsigned_cache_is_the_same():
@@ -215,7 +218,7 @@ def test_operator_is_well_formed_and_compiles():
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     # torch's own check of the schema can't compare float8 arguments.
     torch.library.opcheck(
-        torch.ops.envoi.indexer_topk.default, (*tensors, 512, "fast", 1, True, True), test_utils=checks
+        torch.ops.envoi.indexer_topk.default, (*tensors, 512, "fast", 1, True, "score"), test_utils=checks
     )
     compiled = torch.compile(lambda *x: indexer_topk(*x, k=512) + 1, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(*tensors), indexer_topk(*tensors, k=512) + 1)
@@ -248,7 +251,7 @@ def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.
         ("seq_lens: expected int32 .2., got int64 .2.", {"seq_lens": LENGTHS.long()}),
         ("seq_lens: expected a tensor on cpu .*, got one on meta", {"seq_lens": LENGTHS.to("meta")}),
         ("block_table: expected int32 .2, P., got int32 .1, 2.", {"block_table": TABLE[:1]}),
-        ("mode: expected one of 'exact', 'fast', got 'quick'", {"mode": "quick"}),
+        ("mode: expected one of 'fast', 'exact', got 'quick'", {"mode": "quick"}),
         ("output: expected one of 'slots', 'positions', got 'pages'", {"output": "pages"}),
         ("seq_lens: expected 0 to 128 .*, got 129 for request 0", {"seq_lens": LENGTHS + 29}),
         ("seq_lens: expected 0 to 128 .*, got -1 for request 1", {"seq_lens": LENGTHS - 31}),
@@ -261,3 +264,21 @@ def test_refusals(message, changes):
     given_ = {"q": Q, "k_cache": CACHE, "weights": WEIGHTS, "seq_lens": LENGTHS, "block_table": TABLE}
     with pytest.raises(ValueError, match=message):
         indexer_topk(**(given_ | changes))
+
+
+def test_the_default_is_the_fast_mode_best_first():
+    tensors = one((900, 100)).tensors()
+    assert_same_bits(indexer_topk(*tensors, k=512), indexer_topk(*tensors, k=512, mode="fast", order="score"))
+
+
+@pytest.mark.parametrize(("ordered", "order"), [(True, "score"), (False, "position")])
+def test_the_old_name_of_the_order_warns(ordered, order):
+    tensors = one((900, 100)).tensors()
+    with pytest.warns(DeprecationWarning, match=f'ordered={ordered} is order="{order}" now'):
+        found = indexer_topk(*tensors, k=512, output="positions", ordered=ordered)
+    assert_same_bits(found, indexer_topk(*tensors, k=512, output="positions", order=order))
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ValueError, match="order: expected"):
+        indexer_topk(*one((100,)).tensors(), k=512, order="best")

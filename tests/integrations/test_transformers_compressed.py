@@ -50,12 +50,6 @@ def test_they_are_widened_if_asked_for(tmp_path):
     assert logits(other, tokens()).isfinite().all()
 
 
-def test_experts_that_are_not_quantised(tmp_path):
-    model = load(compressed_fp8("qwen3_moe", tmp_path, "channel", leave="layers.1."))
-    assert {row.stored for row in report(model).rows} == {"bfloat16"}
-    assert logits(model, tokens()).isfinite().all()
-
-
 @pytest.mark.parametrize("implementation", ["envoi", "envoi_nvfp4"])
 def test_nvfp4_whose_scales_transformers_leaves_out_is_refused(implementation, tmp_path):
     folder = compressed_nvfp4("qwen3_moe", tmp_path)
@@ -92,18 +86,3 @@ def test_blocks_are_kept(make, format, tmp_path):
     before = logits(model, ids)  # transformers' own code for such checkpoints raises an error
     model.set_experts_implementation(f"envoi_{format}")
     assert torch.equal(logits(model, ids), before)
-
-
-def test_saved_and_loaded(tmp_path):
-    model, ids = load(compressed_fp8("qwen3_moe", tmp_path / "a", "channel")), tokens()
-    model.save_pretrained(tmp_path / "b")
-    again = load(tmp_path / "b")
-    assert relative_error(logits(again, ids), logits(model, ids)) < 0.03
-
-
-def test_they_run_by_envoi_alone(tmp_path):
-    model = load(compressed_fp8("mixtral", tmp_path, "channel"))
-    with pytest.raises(ValueError, match="experts: expected one of 'envoi', .* got 'grouped_mm': load the model again"):
-        model.set_experts_implementation("grouped_mm")
-    model.set_experts_implementation("envoi_fp8_row")
-    assert logits(model, tokens()).isfinite().all()

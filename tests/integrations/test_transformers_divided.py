@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.quantised_models import compressed_fp8, fp4, fp8_blocks, fp8_matrices, mxfp4_blocks
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.helpers.transformers_models import build
 from tests.integrations import divided
 
@@ -34,6 +35,7 @@ RUNS = [  # checkpoint, implementation, by experts, format
     ("mxfp4", "envoi", True, "mxfp4"),
     ("mxfp4", "envoi", False, "mxfp4"),  # gpt-oss's plan leaves the experts' matrices whole
 ]
+QUICK = [RUNS[0], RUNS[3], RUNS[6], RUNS[10]]
 CURE = r"choose expert parallelism, DistributedConfig\(.., enable_expert_parallel=True\), or ep_size"
 OTHER = "read each rank's experts by envoi.experts.from_checkpoint and run them by envoi.ExpertParallel"
 REFUSALS = [
@@ -45,7 +47,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("checkpoint", "implementation", "experts", "format"), RUNS)
+@pytest.mark.parametrize(("checkpoint", "implementation", "experts", "format"), mostly_slow(RUNS, QUICK))
 def test_the_logits_of_the_whole_model(checkpoint, implementation, experts, format, tmp_path):
     MAKE[checkpoint](tmp_path)
     outcomes = run_ranks(divided.NUM_RANKS, divided.run, str(tmp_path), implementation, experts)
@@ -62,7 +64,7 @@ def test_the_logits_of_the_whole_model(checkpoint, implementation, experts, form
             assert [2 * part for part in parts] == found["whole"]
 
 
-@pytest.mark.parametrize(("checkpoint", "experts", "message"), REFUSALS)
+@pytest.mark.parametrize(("checkpoint", "experts", "message"), mostly_slow(REFUSALS, REFUSALS[1:3]))
 def test_what_is_refused_names_the_cure(checkpoint, experts, message, tmp_path):
     MAKE[checkpoint](tmp_path)
     for outcome in run_ranks(divided.NUM_RANKS, divided.refused, str(tmp_path), "envoi", experts):

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from envoi.experts import from_checkpoint, unpack
-from envoi.integrations.transformers import module_weights, packed_experts, register, release, report
+from envoi.integrations.transformers import module_weights, packed_experts, register, report
 from tests.helpers.accuracy import relative_error
 from tests.helpers.quantised_models import WIDER, fp4, fp8_blocks, fp8_matrices, mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
@@ -111,25 +111,6 @@ def test_gpt_oss_blocks_are_saved_as_they_came(tmp_path):
     assert torch.equal(logits(load(tmp_path / "b"), ids), logits(model, ids))
 
 
-def test_gpt_oss_blocks_generate_and_compile(tmp_path):
-    model, ids = load(mxfp4_blocks(tmp_path)), tokens()
-    want = logits(model, ids)
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 15)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert relative_error(logits(compiled, ids), want) < 0.01
-
-
-def test_gpt_oss_blocks_run_by_envoi_alone(tmp_path):
-    model, ids = load(mxfp4_blocks(tmp_path)), tokens()
-    message = r"model.layers.0.mlp.experts: expected one of 'envoi', .* got 'eager': load the model again"
-    with pytest.raises(ValueError, match=message):
-        model.set_experts_implementation("eager")
-    assert logits(model, ids).isfinite().all()
-    model.config._experts_implementation = "eager"
-    with pytest.raises(ValueError, match="experts_implementation: expected one of 'envoi', .* got 'eager'"):
-        logits(model, ids)
-
-
 def test_gpt_oss_blocks_are_widened_for_other_formats(tmp_path):
     model = load(mxfp4_blocks(tmp_path), experts_implementation="envoi_fp8_row")
     assert not experts_of(model)
@@ -194,19 +175,6 @@ def own_bytes(model):
     return sum(x.nbytes for module in experts_of(model) for x in module.parameters() if not x.is_meta)
 
 
-def test_the_report_counts_every_memory_once(tmp_path):
-    shared, copies = fp8_blocks("mixtral", tmp_path / "a"), fp4("mixtral", tmp_path / "b")  # MXFP4 rows are put in turn
-    for model, copied in ((load(shared), False), (load(copies), True)):
-        own = own_bytes(model)
-        assert sum(row.num_bytes for row in report(model).rows) == own > 0
-        for module in experts_of(model):
-            packed_experts(module)
-        packed = sum(row.num_bytes for row in report(model).rows)
-        assert packed > 1.5 * own if copied else packed == own
-        freed = release(model)
-        assert sum(row.num_bytes for row in report(model).rows) == packed - freed
-
-
 def test_linear_layers_in_fp8_are_widened_where_nothing_runs_them(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = fp8_blocks("mixtral", tmp_path)
@@ -214,11 +182,6 @@ def test_linear_layers_in_fp8_are_widened_where_nothing_runs_them(tmp_path, monk
     said["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
     (folder / "config.json").write_text(json.dumps(said))
     assert {row.stored for row in report(load(folder)).rows} == {"bfloat16"}
-
-
-def test_widened_weights_can_be_asked_for(tmp_path):
-    wide = load(fp8_blocks("mixtral", tmp_path), quantization_config=FineGrainedFP8Config(dequantize=True))
-    assert {(row.stored, row.runs) for row in report(wide).rows} == {("bfloat16", True)}
 
 
 def test_without_a_gpu_fp8_experts_run_by_envoi_alone(tmp_path, monkeypatch):

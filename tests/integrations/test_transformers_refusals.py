@@ -1,14 +1,11 @@
 """Refusals: of models that Envoi can't run, when it is chosen; of gradients that would be lost, at the call."""
 
-from types import SimpleNamespace
-
 import peft
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from envoi.epilogues.library import swiglu_oai_with
 from envoi.integrations.transformers import recognise_activation
 from tests.helpers.transformers_models import COMMON, build, expert_modules, logits, tokens
 
@@ -89,25 +86,6 @@ def test_a_tower_of_another_family_needs_no_experts():
         AutoModelForCausalLM.from_config(outside("LlamaConfig"), experts_implementation="envoi")
 
 
-def quantised(config, **options):
-    """Build a model with the modules that the FP8 quantiser puts in place of its experts."""
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
-    quantisation = transformers.FineGrainedFP8Config(weight_block_size=(128, 64))
-    replace_with_fp8_linear(model, modules_to_not_convert=["lm_head"], quantization_config=quantisation)
-    return model
-
-
-def test_fp8_experts_in_blocks_of_another_size_are_refused():
-    config = build("mixtral").config
-    model = quantised(config, experts_implementation="eager")
-    assert {type(module).__name__ for module in expert_modules(model)} == {"FP8Experts"}
-    message = r"layers.0.mlp.experts \(FP8Experts\): format: expected one that holds these weights.*128 x 64 elements"
-    with pytest.raises(ValueError, match=message):
-        model.set_experts_implementation("envoi")
-
-
 def test_fp8_checkpoints_in_blocks_of_another_size_are_refused_before_weights_are_read(tmp_path, monkeypatch):
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
 
@@ -170,29 +148,10 @@ def test_any_clamp_is_recognised(limit, oai):
         assert recognise_activation(gate) == ("swiglu_oai" if oai else "swiglu", limit)
 
 
-@pytest.mark.parametrize("limit", [None, 7.0])
-@pytest.mark.parametrize("alpha", [1.0, 1.6, 2])
-def test_any_slope_is_recognised(alpha, limit):
-    activation, found = recognise_activation(Gate(limit, oai=True, alpha=alpha))
-    assert (activation, found) == (swiglu_oai_with(alpha), limit)
-    assert f"mul {float(alpha)} %0" in activation
-
-
 @pytest.mark.parametrize("gate", [Gate(12.0, above=16.0), Gate(20.0, above=1e9)])
 def test_clamps_and_slopes_of_other_kinds_are_refused(gate):
     with pytest.raises(ValueError, match="Gate: expected the activation"):
         recognise_activation(gate)
-
-
-@pytest.mark.parametrize("limit", [4.0, 12.0, 16.0, 20.0, 100.0])
-def test_deepseek_v4s_clamp_is_recognised(limit):
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-
-    config = SimpleNamespace(
-        num_local_experts=2, hidden_size=64, intermediate_size=32, hidden_act="silu", swiglu_limit=limit,
-        _experts_implementation="envoi",
-    )  # fmt: skip
-    assert recognise_activation(DeepseekV4Experts(config)) == ("swiglu", limit)
 
 
 def test_training_is_refused_with_both_cures():

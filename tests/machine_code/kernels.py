@@ -8,14 +8,6 @@ from envoi.runtime.program import Launch
 
 
 @triton.jit
-def scale_rows(x, out, scale, num_columns, BLOCK: tl.constexpr):
-    """Scale rows, bandwidth only: 16-byte loads and stores if the pointers allow it."""
-    columns = tl.arange(0, BLOCK)
-    row = tl.program_id(0) * num_columns
-    tl.store(out + row + columns, tl.load(x + row + columns) * scale)
-
-
-@triton.jit
 def product(a_desc, b_desc, out_desc, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Compute a tile of a GEMM: tensor cores, TMA loads and stores."""
     row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
@@ -31,14 +23,6 @@ def crowded(x, out, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     values = tl.load(x + at)
     tl.store(out + at, values * tl.sum(values))
-
-
-@triton.jit
-def with_operands(x, operands, out, BLOCK: tl.constexpr):
-    """Read operands in one tuple, like an epilogue's: a pointer, a number, and a constant."""
-    bias, scale, shift = operands
-    at = tl.arange(0, BLOCK)
-    tl.store(out + at, tl.load(x + at) * scale + tl.load(bias + at) + shift)
 
 
 def crowded_launch(size: int, **options) -> Launch:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from envoi.ops.moe import moe, pack, unpack
-from envoi.ops.moe.op import flatten, unflatten
+from envoi.ops.moe import moe, pack
 from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.quant import FORMATS, quantize
 from envoi.types import ExpertWeights, QuantTensor
@@ -14,7 +13,6 @@ from tests.moe.test_moe import BOUNDS, KINDS
 from tools.oracles.moe import moe_oracle
 
 LAYOUTS = ("concat", "interleaved")
-ORDERS = [(given, kept) for given in LAYOUTS for kept in LAYOUTS]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -41,29 +39,6 @@ def test_gate_and_up_have_their_own_factors(format):
     assert_same_bits(packed.gate_up.sf, torch.cat([part.sf for part in parts], 1))
 
 
-@pytest.mark.parametrize("format", READ_AS_STORED)
-@pytest.mark.parametrize(("given", "kept"), ORDERS)
-def test_every_order_unpacks_to_every_order(format, given, kept):
-    layer = make(bias=True)
-    packed = pack(
-        layer.gate_up, layer.down, format, gate_up_layout=given, packed_layout=kept,
-        gate_up_bias=layer.gate_up_bias, down_bias=layer.down_bias,
-    )  # fmt: skip
-    assert packed.gate_up_layout == kept
-    gate_up, down, gate_up_bias, _ = unpack(packed, given)
-    assert relative_error(gate_up, layer.gate_up.float()) <= {"bf16": 0.0}.get(format, 0.04)
-    assert relative_error(down, layer.down.float()) <= {"bf16": 0.0}.get(format, 0.04)
-    assert_same_bits(gate_up_bias, layer.gate_up_bias)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_order_that_is_kept_without_being_asked(format):
-    layer = make()
-    kept = "concat" if format in READ_AS_STORED else "interleaved"
-    assert pack(layer.gate_up, layer.down, format).gate_up_layout == kept
-    assert pack(layer.gate_up, layer.down, format, gate_up_layout="interleaved").gate_up_layout == "interleaved"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", READ_AS_STORED)
 def test_a_layer_of_concatenated_weights(format, kind):
@@ -85,19 +60,6 @@ def test_both_layouts_give_the_same_bits():
         layer.packed_layout = kept
         results.append(moe(layer.tokens, layer.routing, layer.pack()))
     assert_same_bits(*results)
-
-
-def test_the_operator_is_told_the_layout():
-    packed = make(packed_layout="concat").pack("fp8_block128")
-    back = unflatten(*flatten(packed))
-    assert (back.gate_up_layout, repr(back)) == ("concat", repr(packed))
-
-
-def test_compiles_as_one_graph():
-    layer = make(packed_layout="concat")
-    packed = layer.pack("fp8_row")
-    compiled = torch.compile(moe, fullgraph=True, backend="eager")
-    assert_same_bits(compiled(layer.tokens, layer.routing, packed), moe(layer.tokens, layer.routing, packed))
 
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format not in READ_AS_STORED])

@@ -69,14 +69,6 @@ def test_more_rows_than_a_search_can_tell_apart_take_two():
     assert [host._fits_search(*size) for size in sizes] == [True, True, False, False]
 
 
-def test_the_choice_can_be_forced(forced):
-    forced(False)
-    assert "fused_kernel" not in names(2048)
-    forced(True)
-    assert "fused_kernel" in names(2048)
-    assert "fused_kernel" not in names(2), "the kernels for few tokens come first"
-
-
 def test_what_it_does_not_run(forced):
     forced(True)
     rows = QuantTensor(

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from envoi.experts import load, save
 from envoi.ops.moe import moe, pack, unpack
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
@@ -72,15 +71,6 @@ def test_numbers_that_no_format_holds_are_refused_or_rounded(inter, hidden, bloc
     for x, want in zip(got[:2], (gate_up, down), strict=True):
         assert x.shape == want.shape
         assert relative_error(x, want) < 0.04
-
-
-def test_rows_in_turn_are_one_range_of_blocks():
-    given, *_ = stored(384, gated=False)
-    down, down_sf = e4m3(E, H, 192, seed=5), float_factors(E, 2, 2)
-    packed = pack(given["gate_up"], down, gate_up_sf=given["gate_up_sf"], down_sf=down_sf, weight_block_size=BLOCK,
-                  gate_up_layout="interleaved")  # fmt: skip
-    assert (packed.gate_up.shape, packed.padding) == ((E, 512, H), 64)
-    check(packed, meaning(given["gate_up"], given["gate_up_sf"], BLOCK), meaning(down, down_sf, BLOCK), "interleaved")
 
 
 @pytest.mark.parametrize("activation", ["relu2", "silu", lambda up: up * up])
@@ -157,16 +147,6 @@ def test_shards_of_tensor_parallelism():
     routing = layer.routing.topk_weights, layer.routing.topk_ids
     whole, *parts = (moe_oracle(layer.tokens, *routing, x) for x in (pack(**given, weight_block_size=BLOCK), *shards))
     assert relative_error(sum(parts), whole) < 1e-12
-
-
-def test_padding_is_saved_and_moved(tmp_path):
-    given, gate_up, down = stored(192)
-    packed = pack(**given, weight_block_size=BLOCK)
-    save(packed, tmp_path / "x.safetensors")
-    for other in (load(tmp_path / "x.safetensors"), packed.to("cpu")):
-        assert other.padding == 64
-        check(other, gate_up, down)
-        assert_same_bits(other.gate_up.sf, packed.gate_up.sf)
 
 
 @pytest.mark.parametrize(("inter", "counts"), [(192, (4, 2)), (192, (3, 2)), (160, (4, 2)), (96, (3, 2))])

@@ -5,13 +5,11 @@ import importlib
 import pytest
 import torch
 
-import envoi
 from envoi.ops.moe import moe, pack, unpack
-from envoi.ops.moe.packing import interleave_gate_up
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
-from tests.moe.stored import e4m3, float_factors, meaning, pairs, power_bytes, seeded
+from tests.moe.stored import meaning, pairs, seeded
 from tools.oracles.moe import moe_oracle
 
 E, H, INTER = 3, 192, 128
@@ -76,15 +74,6 @@ def test_every_number_is_kept(scale):
     assert_same_bits(same.gate_up.scale, experts.gate_up.scale)
 
 
-def test_rows_that_are_interleaved_already():
-    gate_up = [interleave_gate_up(x.view(torch.uint8)).view(x.dtype) for x in GATE_UP]
-    experts = pack(
-        gate_up[0], DOWN[0], gate_up_sf=gate_up[1], down_sf=DOWN[1], gate_up_layout="interleaved",
-        gate_up_scale=interleave_gate_up(SCALES["a row"], dim=-1), down_scale=scales(E, seed=5),
-    )  # fmt: skip
-    check(experts, "a row")
-
-
 @pytest.mark.parametrize("scale", ["none", "gate and up"])
 def test_the_order_for_hopper_does_not_write_to_the_checkpoint(scale, hopper):
     before = [x.clone() for x in (*GATE_UP, *DOWN)]
@@ -132,20 +121,6 @@ def test_other_formats_are_refused_or_rounded(format):
     assert relative_error(got[1], want[1]) < bound
 
 
-def test_weights_in_other_formats_are_rounded_if_asked_for():
-    stored = {
-        "fp8": (e4m3(E, 256, 128), float_factors(E, 256, 1), e4m3(E, 128, 128), float_factors(E, 128, 1), (1, 128)),
-        "mxfp4": (pairs(E, 256, 64), power_bytes(E, 256, 4), pairs(E, 128, 64), power_bytes(E, 128, 4), (1, 32)),
-    }
-    for gate_up, gate_up_sf, down, down_sf, group in stored.values():
-        with pytest.raises(ValueError, match="gate_up: expected numbers that the scheme of 'nvfp4' holds exactly"):
-            pack(gate_up, down, "nvfp4", gate_up_sf=gate_up_sf, down_sf=down_sf)
-        experts = pack(gate_up, down, "nvfp4", gate_up_sf=gate_up_sf, down_sf=down_sf, requantize=True)
-        got = unpack(experts, "concat", torch.float64)
-        assert relative_error(got[0], meaning(gate_up, gate_up_sf, group)) < 0.2
-        assert experts.gate_up.scale.shape == (E, 256)
-
-
 def test_float_weights_have_a_power_of_two_for_each_matrix():
     layer = make(experts=E, hidden=H, intermediate=INTER)
     gate_up = layer.gate_up * torch.tensor([1.0, 2.0**-30, 2.0**20])[:, None, None]
@@ -162,35 +137,6 @@ def test_float_weights_have_a_power_of_two_for_each_matrix():
     good = ~spoilt
     assert relative_error(got[1][good], gate_up[1].float()[good]) < 0.11
     assert bool((got[2] == 0).all())
-
-
-@pytest.mark.parametrize("order", ["rows", "fragments"])
-def test_saved_and_loaded(order, tmp_path, monkeypatch):
-    if order == "fragments":
-        monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
-    experts = packed()
-    assert experts.order == order
-    envoi.experts.save(experts, tmp_path / "file.safetensors")
-    for again in (
-        envoi.experts.load(tmp_path / "file.safetensors"), experts.to("cpu"),
-        envoi.experts.from_state_dict(envoi.experts.state_dict(experts, "a."), "a."),
-    ):  # fmt: skip
-        assert again.order == order
-        check(again, "gate and up")
-
-
-def test_files_without_the_scale_or_with_one_too_many():
-    state = envoi.experts.state_dict(packed())
-    lost = {name: x for name, x in state.items() if name != "down.scale"}
-    with pytest.raises(ValueError, match=r"state: .*down.scale, got none"):
-        envoi.experts.from_state_dict(lost)
-    state["gate_up.scale"] = torch.ones(E)
-    with pytest.raises(ValueError, match=r"state: gate_up.scale: expected .* .3, 256., got float32 .3."):
-        envoi.experts.from_state_dict(state)
-    other = envoi.experts.state_dict(make().pack("mxfp4"))
-    other["down.scale"] = torch.ones(8, 256)
-    with pytest.raises(ValueError, match=r"expected no tensor down.scale in mxfp4, got float32 .8, 256."):
-        envoi.experts.from_state_dict(other)
 
 
 GIVEN = {"gate_up": GATE_UP[0], "gate_up_sf": GATE_UP[1], "down": DOWN[0], "down_sf": DOWN[1]}

@@ -8,7 +8,6 @@ import torch
 
 from envoi.ops.moe import moe, pack, unpack
 from envoi.ops.moe.packing import READ_AS_STORED
-from envoi.quant import SCHEMES, quantize
 from envoi.quant.fragments import to_fragments
 from envoi.quant.pack import with_checked_scales
 from envoi.types import QuantTensor
@@ -86,20 +85,6 @@ def test_the_layer_computes_what_the_file_means(format):
     assert relative_error(got, want) < 0.06
 
 
-@pytest.mark.parametrize(("format", "scheme"), [("fp8_row", "fp8_row"), ("mxfp8", "mxfp8")])
-def test_packing_what_the_quantiser_gave_is_packing_the_weights(format, scheme):
-    layer = make()
-    gate_up, down = (quantize(x, SCHEMES[scheme]) for x in (layer.gate_up, layer.down))
-    layer.packed_layout = "concat" if format in READ_AS_STORED else "interleaved"
-    for packed in (pack(gate_up, down), pack(gate_up.values, down.values, gate_up_sf=gate_up.sf, down_sf=down.sf)):
-        want = layer.pack(format)
-        assert packed.format == format
-        for got, right in ((packed.gate_up, want.gate_up), (packed.down, want.down)):
-            assert_same_bits(got.values, right.values)
-            assert_same_bits(got.sf, right.sf)
-            assert (got.group, got.scales_at_most_2) == (right.group, right.scales_at_most_2)
-
-
 def as_int8(values):
     return values.view(torch.int8)
 
@@ -119,14 +104,6 @@ def test_pairs_in_all_their_types(dress):
     check_exact(packed, gate_up, down, groups, "concat")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_factors_in_16_bits_are_widened(dtype):
-    gate_up, down, *groups = rows_of_fp8(lambda *shape: (float_factors(*shape) * 100).to(dtype))
-    packed = pack(gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1])
-    assert (packed.format, packed.gate_up.sf.dtype) == ("fp8_row", torch.float32)
-    check_exact(packed, gate_up, down, groups, "concat")
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_powers_of_two_are_factors_of_rows_too(dtype):
     gate_up, down, *groups = rows_of_fp8(lambda *shape: power_bytes(*shape).view(dtype))
@@ -142,14 +119,6 @@ def test_one_factor_for_gate_one_for_up_and_one_for_down():
     assert packed.format == "fp8_row"
     groups = (INTER, H), (H, INTER)
     check_exact(packed, (gate_up, factors[0][..., None]), (down, factors[1][:, None, None]), groups, "concat")
-
-
-@pytest.mark.parametrize("intermediate", [96, 64])
-def test_a_factor_for_gate_and_one_for_up_of_any_size(intermediate):
-    gate_up, down = e4m3(E, 2 * intermediate, H), e4m3(E, H, intermediate, seed=2)
-    packed = pack(gate_up, down, gate_up_sf=float_factors(E, 2), down_sf=float_factors(E))
-    got = unpack(packed, "concat", torch.float64)[0]
-    assert torch.equal(got, meaning(gate_up, float_factors(E, 2)[..., None], (intermediate, H)))
 
 
 def test_blocks_of_powers_of_two_are_mxfp8_too():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envoi.ops.moe.reference import combine, permute, sort_slots, take_rows
+from envoi.ops.moe.reference import combine, permute, take_rows
 from envoi.quant import SCHEMES, quantize
 from tests.helpers.accuracy import assert_same_bits
 
@@ -30,12 +30,6 @@ def test_rows_by_expert_then_by_slot(tokens, experts, k, seed):
     assert rows.offsets.tolist() == offsets
     assert_same_bits(rows.rows, x[[slot // k for slot in order]])
     assert_same_bits(rows.topk_weights, weights.flatten()[order])
-
-
-def test_the_example_of_the_docstring():
-    pos_to_slot, offsets = sort_slots(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2)
-    assert offsets.tolist() == [0, 1, 3]
-    assert pos_to_slot.tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.group[0] == 1])

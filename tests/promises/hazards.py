@@ -5,7 +5,7 @@ Triton's own table of roles (`tools.machine_code.role_table`), which it names in
 these accesses alone, all in one kernel's machine code, are counted apart; so are warnings, and reports of words that
 roles hand over by mbarriers alone, stored by `pipeline.put_word` and loaded by `get_word`: that the protocol overwrites
 none before it is read, and reads none before it is written, is what `tests/moe/test_one_launch_roles.py` simulates, and
-that a barrier stands between a role's accesses and its arrival is in `tests/machine_code/test_words.py`.
+that a barrier stands between a role's accesses and its arrival is in `tests/machine_code/test_arrivals.py`.
 """
 
 import inspect

@@ -260,7 +260,6 @@ def _makers() -> dict[str, Callable[..., Subject]]:
 
 
 MAKERS = _makers()
-OPERATORS = ("gemm", "grouped_gemm", "route", "moe", "indexer_topk", "quantise")
 
 
 def subject(name: str, device: torch.device, batch_invariant: bool | None = None) -> Subject:

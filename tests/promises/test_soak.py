@@ -59,14 +59,6 @@ def test_what_one_rank_finds_breaks_a_promise(monkeypatch, changes, promise):
     assert set(broken) == ({promise} if promise else set())
 
 
-def test_a_rank_that_fails_breaks_the_promise(monkeypatch):
-    outcomes = [Outcome(found()), Outcome(error="PeerTimeout", text="dispatch: rank 0 is lost")]
-    monkeypatch.setattr(soak, "run_ranks", lambda *_, **__: outcomes)
-    (run,) = soak.run(options())
-    assert run.wrong == run.count == 120
-    assert "rank 1: PeerTimeout: dispatch: rank 0 is lost" in run.text
-
-
 def test_a_wrong_output_is_noticed(monkeypatch):
     """A block counts an output that differs from one rank's in one bit."""
 
@@ -87,107 +79,8 @@ def test_a_wrong_output_is_noticed(monkeypatch):
         assert soak.block(parts, "eager", 30, random.Random(0), CPU) == (2, wrong)
 
 
-def test_times_are_compared_with_calls_like_them():
-    part = Part(None, [])
-    part.calls["eager", 0] = took([1.0] * 40 + [4.0])
-    part.calls["graphs", 0] = took([0.1] * 40)
-    part.calls["eager", 1] = took([9.0] * 3)  # too few to have a median
-    ratios = times_of_medians(part)
-    assert {kind: len(found) for kind, found in ratios.items()} == {"eager": 41, "graphs": 40}
-    assert sum(ratio > soak.MOST_TIMES for ratio in ratios["eager"]) == 1
-
-
 def test_a_call_pays_for_its_device_and_not_for_a_host_that_was_late():
     """A device that waited 4 ms longer for the last host, and one that took 4 ms longer by itself."""
     part = Part(None, [])
     part.calls["alone", 0] = [Took(1.0, 0.2, 0.1, 0.1)] * 40 + [Took(5.0, 4.2, 0.1, 0.1), Took(5.0, 0.2, 0.1, 0.1)]
     assert [round(ratio, 6) for ratio in times_of_medians(part)["alone"][-2:]] == [1.0, 5.0]
-
-
-def test_a_host_is_compared_with_operators_of_torch():
-    part = Part(None, [])
-    slow, slow_other = Took(1.0, 0.2, 0.9, 0.2), Took(1.0, 0.2, 0.1, 0.9)
-    without = [Took(1.0, 0.2, 0.9)] * 5
-    part.calls["alone", 0] = [*[Took(1.0, 0.2, 0.1, 0.2)] * 40, slow, slow, slow_other, *without]
-    assert [soak.judged([part])[kind][:2] for kind in (soak.HOST, soak.OF_TORCH)] == [(43, 2), (43, 1)]
-
-
-class Busy:
-    """Clock, and an object whose calls take 0.2 ms of it, every tenth one 8 ms."""
-
-    def __init__(self):
-        self.now, self.made = 100.0, 0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-    def moe(self, tokens, routing):
-        self.made += 1
-        self.now += 8e-3 if self.made % 10 == 0 else 2e-4
-        return tokens
-
-    def check(self):
-        pass
-
-    def launch_for(self, seconds: float, device: torch.device) -> float:
-        self.now += seconds
-        return seconds
-
-
-def test_a_host_that_is_slow_now_and_then_is_found(monkeypatch):
-    """What is beside a slow call is as long as usual."""
-    busy, x = Busy(), torch.ones(2, 4)
-    monkeypatch.setattr(soak, "SCENES", 1)
-    monkeypatch.setattr(soak, "time", busy)
-    monkeypatch.setattr(soak, "launch_for", busy.launch_for)
-    monkeypatch.setattr(soak.dist, "barrier", lambda: None)
-    monkeypatch.setattr(soak.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(soak.dist, "all_gather_object", lambda to, mine: to.__setitem__(0, mine))
-    parts = [Part(busy, [soak.Scene(x, None, x)]) for _ in range(2)]
-    for number in range(2):  # the first has nothing beside it, since it isn't known how long calls take
-        soak.block(parts, soak.ALONE, 400, random.Random(number), CPU)
-    found = soak.judged(parts)
-    assert found[soak.HOST] == (400, 40, pytest.approx(40.0))
-    assert found[soak.OF_TORCH] == (400, 0, pytest.approx(1.0))
-    assert soak.more_often(40, 0) == 40
-
-
-class Pausing(Busy):
-    """Object whose calls of 1 ms some of these seconds are added to, by the number of the call, from 1."""
-
-    def __init__(self, added: dict[int, float]):
-        super().__init__()
-        self.added = added
-
-    def moe(self, tokens, routing):
-        self.made += 1
-        self.now += 1e-3 + self.added.get(self.made, 0.0)
-        return tokens
-
-
-@pytest.mark.parametrize(
-    ("added", "expected"),
-    [
-        ({}, (33, 0, 0.0)),
-        ({1: 9.0}, (33, 0, 0.0)),  # the first one compiles
-        ({2: 0.004}, (33, 0, 0.004)),  # and the second is recorded
-        ({2: 0.15}, (33, 1, 0.15)),
-        ({20: 0.15, 34: 0.011}, (33, 2, 0.15)),  # after graphs were captured
-        ({20: 0.009}, (33, 0, 0.009)),
-    ],
-)
-def test_a_call_that_pauses_is_counted_but_for_the_first_of_its_scene(monkeypatch, added, expected):
-    paused, x = Pausing(added), torch.ones(2, 4)
-    monkeypatch.setattr(soak, "time", paused)
-    monkeypatch.setattr(soak.dist, "barrier", lambda: None)
-    part = Part(paused, [soak.Scene(x, None, x)])
-    for count in (soak.EARLY_CALLS, soak.LATER_CALLS):
-        soak.call_eagerly(part, count, CPU)
-    assert soak.pauses([part]) == (*expected[:2], pytest.approx(expected[2], abs=1e-9))
-
-
-def test_slow_hosts_are_wrong_if_chance_does_not_explain_them():
-    assert [soak.more_often(*pair) for pair in ((0, 0), (60, 40), (40, 60), (10, 0))] == [0, 0, 0, 0]
-    assert [soak.more_often(*pair) for pair in ((20, 0), (100, 40), (52, 5))] == [20, 100, 52]

@@ -8,21 +8,6 @@ E4M3_VALUES = sorted(
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def nearest_even(x: float, values: list[float]) -> float:
-    """Return the closest of ascending magnitudes with the sign of x; ties to even places; saturating."""
-    if math.isnan(x):
-        return math.nan
-    size = min(abs(x), values[-1])
-    place = min(range(len(values)), key=lambda i: (abs(values[i] - size), i % 2))
-    return math.copysign(values[place], x)
-
-
-def power_of_two_from(x: float) -> float:
-    """Return the smallest power of two that isn't below x."""
-    mantissa, exponent = math.frexp(x)
-    return 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
-
-
 def small_float_code(x: float, bias: int, mantissa_bits: int, largest: float) -> int:
     """Return the code of a finite x without its sign bit: exponent and mantissa in place, nearest even, saturating."""
     size = min(abs(x), largest)

@@ -211,13 +211,15 @@ def exact(draw: Draw) -> Call:
     lengths, table = empty(B, dtype=torch.int32), empty(B, columns, dtype=torch.int32)
     orders = empty(certificate.NUM_ORDERS + 4, dtype=torch.int32)
     tensors = q, cache, weights, lengths, table, orders
-    options = draw.one((512, 1024, 2048)), next_n, draw.chance(0.5), draw.chance(0.5)
+    by_score = draw.chance(0.5)
+    order = fast.Order(draw.chance(0.5), by_score, not by_score and draw.chance(0.5))
+    options = draw.one((512, 1024, 2048)), next_n, order
     return Direct(exact_topk, (*tensors, *options), tensors)
 
 
-def exact_topk(q, cache, weights, lengths, table, orders, k: int, next_n: int, slots: bool, ordered: bool) -> Any:
+def exact_topk(q, cache, weights, lengths, table, orders, k: int, next_n: int, order: fast.Order) -> Any:
     """Launch the exact mode, as `envoi.indexer_topk` does where there is a certificate."""
-    return exact_mode.topk(fast.Problem(q, cache, weights, lengths, table, k, next_n), orders, slots, ordered)
+    return exact_mode.topk(fast.Problem(q, cache, weights, lengths, table, k, next_n), orders, order)
 
 
 def quantise(draw: Draw) -> Call:

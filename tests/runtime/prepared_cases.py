@@ -145,7 +145,7 @@ def indexer_cases(length: int) -> dict[str, Case]:
     return {
         "indexer": Case(envoi.indexer_topk, arguments),
         "indexer-positions": Case(
-            envoi.indexer_topk, lambda i: arguments(i, output="positions", ordered=False, return_errors=True)
+            envoi.indexer_topk, lambda i: arguments(i, output="positions", order="any", return_errors=True)
         ),
     }
 

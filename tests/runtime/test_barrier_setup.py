@@ -32,11 +32,6 @@ def test_kernels_without_roles_have_them_left_out_too():
     assert left(text) == REMARK + setup(1) + parameter + BETWEEN + setup(2) + setup(3) + FENCE + wait
 
 
-def test_other_kernels_stay_as_they_are():
-    text = setup(1) + WAIT + setup(2)
-    assert without_waits(text) == text
-
-
 @pytest.mark.parametrize(
     "between",
     [
@@ -55,8 +50,3 @@ def test_a_wait_beside_anything_else_stays(between):
 def test_a_wait_stays_if_another_thread_sets_up_the_next():
     text = REMARK + setup(1) + WAIT + setup(2, "%p16") + WAIT + setup(3, "%p16")
     assert left(text) == REMARK + setup(1) + WAIT + setup(2, "%p16") + setup(3, "%p16")
-
-
-def test_waits_before_the_first_and_after_the_last_stay():
-    text = REMARK + WAIT + setup(1) + WAIT + BETWEEN + WAIT + setup(2) + WAIT
-    assert left(text) == REMARK + WAIT + setup(1) + BETWEEN + setup(2) + WAIT

@@ -138,12 +138,6 @@ def test_descriptors_are_told_apart_by_dtype_and_box(calls):
     assert kinds_of_calls(calls) == ["triton", "triton", "triton", "found"]
 
 
-def test_descriptors_of_equal_shapes_describe_their_own_matrix():
-    x, y = torch.zeros(64, 128), torch.ones(64, 128)
-    first, second = descriptor(x, 64, 32), descriptor(y, 64, 32)
-    assert first.base is x and second.base is y and second.shape == [64, 128] and second.block_shape == [64, 32]
-
-
 def test_a_descriptor_wants_16_bytes():
     with pytest.raises(ValueError, match="expected a matrix on 16 bytes"):
         descriptor(torch.zeros(65, 128).view(-1)[1 : 1 + 64 * 128].view(64, 128), 64, 32)

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from envoi.ops.gemm import gemm
 from envoi.runtime import custom_op, shortcuts
 from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
-from tests.helpers import fresh
 from tests.runtime.test_launch import calls, kernel, kinds_of_calls  # noqa: F401
 
 
@@ -16,13 +14,6 @@ from tests.runtime.test_launch import calls, kernel, kinds_of_calls  # noqa: F40
 def enabled(request, monkeypatch):
     monkeypatch.setattr(shortcuts, "ENABLED", request.param)
     return request.param
-
-
-@pytest.mark.parametrize(("value", "enabled"), [("1", False), ("0", True), ("", True)])
-def test_the_variable_decides(value, enabled, monkeypatch):
-    monkeypatch.setenv("ENVOI_SAFE_LAUNCH", value)
-    done = fresh.run("from envoi.runtime import shortcuts; print(shortcuts.ENABLED)")
-    assert done.stdout.strip() == str(enabled), done.stderr
 
 
 def test_launches_go_through_triton_if_it_is_safe(calls, enabled):  # noqa: F811
@@ -70,16 +61,3 @@ def test_products_have_the_same_bits(monkeypatch):
         monkeypatch.setattr(shortcuts, "ENABLED", enabled)
         found.append(gemm(a, b))
     assert torch.equal(*found)
-
-
-def test_modes_see_operators_either_way(enabled):
-    class Names(TorchDispatchMode):
-        seen = ()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen += (str(function),)
-            return function(*args, **(kwargs or {}))
-
-    with Names() as names:
-        gemm(torch.randn(4, 16), torch.randn(8, 16))
-    assert "envoi.gemm.default" in names.seen

@@ -1,7 +1,6 @@
 """Processes that compile: results, errors, and how they end. The caller's main program doesn't run in them."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -81,14 +80,6 @@ def test_they_end_whatever_they_do(tmp_path, end):
             threading.Thread(target=begin, args=(found, str(path)), daemon=True).start()
             assert wait_until(path.exists)
     assert wait_until(lambda: has_ended(int(path.read_text())))
-
-
-def test_their_end_is_an_error():
-    with Workers("sm_90", 1) as found:
-        os.killpg(found._process.pid, signal.SIGKILL)
-        found._process.wait()
-        with pytest.raises(RuntimeError, match="have ended"):
-            list(found.map(half, [4]))
 
 
 UNGUARDED = """

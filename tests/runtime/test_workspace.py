@@ -79,11 +79,6 @@ def test_launches_have_their_own_when_the_pool_is_used_up(on):
     assert len(kept.pools[CPU]) == 2
 
 
-def test_a_capture_without_a_call_before_it(on):
-    on(1, capture=3)
-    assert Kept(0).take(5, CPU).tolist() == [0] * 5
-
-
 @pytest.fixture
 def floats(on, monkeypatch):
     """Return what takes floats, none kept yet."""

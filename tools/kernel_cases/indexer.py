@@ -1,5 +1,6 @@
-"""Launches of the indexer's kernels: one request of 131072 tokens, 64 heads."""
+"""Kernels of the indexer to compile ahead."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,37 +11,64 @@ from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER
 from envoi.runtime.program import without_memory
 from tools.kernel_cases.planning import case_of
 
-NUM_PAGES, WIDTH, HEADS, K = 4096, 2048, 64, 2048
+NUM_PAGES, HEADS, K = 4096, 64, 2048
 FP32, INT32 = torch.float32, torch.int32
+LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem() -> fast.Problem:
+def _problem(width: int) -> fast.Problem:
     return fast.Problem(
         without_memory((1, HEADS, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
-        without_memory((1, HEADS), FP32), without_memory((1,), INT32), without_memory((1, WIDTH), INT32), K, 1,
+        without_memory((1, HEADS), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), K, 1,
     )  # fmt: skip
 
 
-def _fast() -> Any:
-    p = _problem()
-    return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast")
+def _fast(order: str, width: int = LONG) -> Any:
+    p = _problem(width)
+    return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", order=order)
 
 
-def _exact() -> Any:
+def _exact(width: int) -> Any:
     orders = without_memory((certificate.NUM_ORDERS + 4,), INT32)  # of a GPU that is certified
-    return exact.topk(_problem(), orders, True, True)
+    return exact.topk(_problem(width), orders, fast.Order(slots=True, by_score=True))
 
 
+SET, BEST = partial(_fast, "position"), partial(_fast, "score")
 KERNELS = (
-    case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, _fast, "scores_kernel"),
-    case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, _fast, "scores_kernel", arch=BLACKWELL[0]),
+    case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
+    case_of("indexer-scores-listed", "the same, before candidates are listed", HOPPER, BEST, "scores_kernel"),
+    case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),
+    case_of(
+        "indexer-select", "the k best by position, by radix; launched before the scores' kernel ends", HOPPER, SET,
+        "select_kernel",
+    ),
+    case_of(
+        "indexer-select-short", "the same, of rows of 4096 tokens at most", HOPPER, partial(_fast, "position", SHORT),
+        "select_kernel",
+    ),
+    case_of(
+        "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER, partial(_fast, "position", 256),
+        "select_kernel",
+    ),
+    case_of(
+        "indexer-select-best-first", "the k best, best first", HOPPER, partial(_fast, "score", SHORT),
+        "select_kernel",
+    ),
+    case_of(
+        "indexer-select-portable", "the k best, best first, launched after the scores", EVERY_ARCH,
+        partial(_fast, "score", SHORT), "select_kernel", arch=BLACKWELL[0],
+    ),
+    case_of(
+        "indexer-select-as-torch", "the k best, best first, short rows in the order of torch's sort", EVERY_ARCH,
+        partial(_exact, SHORT), "select_kernel",
+    ),
     *(
         case_of(f"indexer-{name}", about, EVERY_ARCH, call, kernel)
         for name, about, call, kernel in (
-            ("candidates", "candidates for the k best, in one pass over the scores", _fast, "candidates_kernel"),
-            ("rank", "output places of the candidates", _fast, "rank_kernel"),
-            ("rank-as-torch", "output places, short rows in the order of torch's sort", _exact, "rank_kernel"),
-            ("exact", "scores in float32, every rounding in torch's order", _exact, "exact_kernel"),
+            ("candidates", "candidates for the k best, in one pass over the scores", BEST, "candidates_kernel"),
+            ("rank", "output places of the candidates", BEST, "rank_kernel"),
+            ("rank-as-torch", "output places, short rows as torch sorts them", partial(_exact, LONG), "rank_kernel"),
+            ("exact", "scores in float32, every rounding in torch's order", partial(_exact, LONG), "exact_kernel"),
         )
     ),
-)
+)  # fmt: skip

@@ -137,15 +137,6 @@ class IR:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
-    def needs_whole_rows(self) -> bool:
-        """Return True if a step sees a whole row across its N tiles."""
-        return any(
-            (node.step == "row" and self.nodes[node.args[0]].shape.spans_columns)
-            or (node.op == "quantize" and node.attribute("scheme") == "fp8_row")
-            for node in self.nodes
-        )
-
-    @property
     def takes_halves(self) -> bool:
         """Return True if columns j and j + N / 2 are computed together (`halves`); kernels put both into one tile."""
         return any(node.step == "half" for node in self.nodes)

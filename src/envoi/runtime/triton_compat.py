@@ -50,9 +50,6 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 # cp.async of Ampere: (buffer, pointers, mask=). Renamed in 3.8.
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-# Whether what launches a kernel is C, compiled for its arguments.
-LAUNCHERS_IN_C = VERSION.startswith("3.6.")
-
 # Whether a view of shared memory may go on after the end of what it begins in.
 LARGER_VIEWS = VERSION.startswith(("3.6.", "3.7."))
 

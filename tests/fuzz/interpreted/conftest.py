@@ -1,7 +1,6 @@
 """Fixtures of the interpreter's tests: unwritten memory is NaN, and few programs, as in the operators' own folders."""
 
 from tests.gemm.interpreted.conftest import outputs_start_as_nan
-from tests.indexer.interpreted.conftest import few_programs as few_indexer_programs
 from tests.moe.parallel.interpreted.conftest import few_programs as few_parallel_programs
 
-__all__ = ["few_indexer_programs", "few_parallel_programs", "outputs_start_as_nan"]
+__all__ = ["few_parallel_programs", "outputs_start_as_nan"]

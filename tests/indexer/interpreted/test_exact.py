@@ -29,18 +29,18 @@ def test_scores(order, heads):
         torch.testing.assert_close(own[row, :length], want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("ordered", mostly_slow([True, False], quick=[True]))
+@pytest.mark.parametrize("by_score", mostly_slow([True, False], quick=[True]))
 @pytest.mark.parametrize("slots", [True, False])
-def test_selection(slots, ordered):
+def test_selection(slots, by_score):
     tensors = one((700, 31, 5, 0), num_heads=32).tensors()
     p = fast.Problem(*tensors, 512, 1)
     orders = torch.ones(NUM_ORDERS + 4, dtype=torch.int32)
     own = scores(p, 1)
-    out, errors = exact.topk(p, orders, slots, ordered)
+    out, errors = exact.topk(p, orders, fast.Order(slots, by_score))
     assert errors.tolist() == [0] * 4
     for row, length in enumerate((700, 31, 5, 0)):
         want = reference.best(own[row, :length], 512)
-        want = want if ordered else want.sort().values
+        want = want if by_score else want.sort().values
         if slots:
             want = tensors[4][row][want // 64].long() * 64 + want % 64
         assert out[row, : len(want)].tolist() == want.tolist()

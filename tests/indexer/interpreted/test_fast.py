@@ -49,21 +49,19 @@ def test_lengths(lengths):
     assert_sorted_own(one(lengths, num_heads=64).tensors())
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_many_candidates(ordered):
-    """Check more ties at the boundary than are ranked without being narrowed down, after some better scores."""
+@pytest.mark.parametrize("order", ["score", "position"])
+def test_many_ties(order):
+    """Check many ties at the boundary, after some better scores."""
     values = torch.ones(80, 64, 128)
     values[3, :20] = 2.0
     cache = pack_cache(values.to(torch.float8_e4m3fn), torch.ones(80, 64))
     q, _, weights, seq_lens, table = one((5000,), num_heads=32).tensors()
     tensors = (q, cache, weights.abs(), seq_lens, table)
-    if ordered:
+    if order == "score":
         assert_sorted_own(tensors)
     else:
         want = reference.best(scores(problem(tensors))[0, :5000], 512).sort().values
-        assert (
-            indexer_topk(*tensors, k=512, mode="fast", output="positions", ordered=False)[0].tolist() == want.tolist()
-        )
+        assert indexer_topk(*tensors, k=512, mode="fast", output="positions", order=order)[0].tolist() == want.tolist()
 
 
 def test_nan_and_infinity():
@@ -74,15 +72,15 @@ def test_nan_and_infinity():
     assert_sorted_own((q, raw.view(cache.shape), weights, seq_lens, table))
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_outputs(ordered):
+@pytest.mark.parametrize("order", ["score", "any", "position"])
+def test_outputs(order):
     tensors = one((700, 100), num_heads=32).tensors()
-    settings = {"k": 512, "mode": "fast", "ordered": ordered}
+    settings = {"k": 512, "mode": "fast", "order": order}
     slots, positions = (indexer_topk(*tensors, **settings, output=output) for output in ("slots", "positions"))
     for row, length in enumerate((700, 100)):
         n = min(512, length)
         assert to_slots(positions[row, :n].long(), tensors[4][row]).tolist() == slots[row, :n].tolist()
-        if not ordered:
+        if order == "position":
             assert positions[row, :n].tolist() == sorted(positions[row, :n].tolist())
     assert torch.equal(
         positions.sort().values, indexer_topk(*tensors, k=512, mode="fast", output="positions").sort().values

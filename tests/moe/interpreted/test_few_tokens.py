@@ -101,11 +101,6 @@ def test_a_bad_number_makes_its_rows_factor_nan(bad):
     assert got.routed_factors.isnan().tolist() == [False, True, False]
 
 
-def test_a_token_of_zeros():
-    got = permuted(torch.zeros(1, HIDDEN).bfloat16(), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), 1)
-    assert bool((joined(got, 1) * got.routed_factors.double() == 0).all())
-
-
 def test_sums_are_those_of_combine():
     big = 2.0**24
     given, ids = layer(2), torch.zeros(2, 3, dtype=torch.int32)

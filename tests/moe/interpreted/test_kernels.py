@@ -10,48 +10,29 @@ from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.reference import accumulate_groups
 from envoi.ops.moe import permute as permute_kernels
-from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
-from envoi.ops.moe.reference import permute, quantize_tokens, take_rows
-from envoi.quant import FORMATS, SCHEMES, format_named, quantize
+from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
-from tests.moe.test_permute import naive_order
-
-SINGLE_ROWS = ("fp8_row", "fp8_1x128", "mxfp8")
-
-
-def random_ids(tokens, experts, k, seed, low=-1):
-    return torch.randint(low, experts, (tokens, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-
-
-def assert_sorted(ids, experts):
-    row_map = sort_slots(ids, experts)
-    order, offsets = naive_order(ids, experts)
-    assert row_map.offsets.tolist() == offsets
-    want = torch.full((ids.numel(),), -1, dtype=torch.int32)
-    want[order] = torch.arange(len(order), dtype=torch.int32)
-    assert_same_bits(row_map.slot_to_pos, want.view(ids.shape))
+from tests.moe.steps import (
+    SINGLE_ROWS,
+    judge_combined,
+    judge_gathered,
+    judge_quantised,
+    judge_sorted,
+    of_sizes,
+    random_ids,
+)
 
 
 @given(tokens=st.integers(1, 20), experts=st.integers(1, 9), k=st.integers(1, 6), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_rows_by_expert_then_by_slot(tokens, experts, k, seed):
-    assert_sorted(random_ids(tokens, experts, k, seed), experts)
-
-
-def test_many_steps(monkeypatch):
-    monkeypatch.setattr(permute_kernels, "SORT_BLOCKS", ((16, 16), (32, 100), (64, 1000)))
-    for tokens in (3, 4, 5, 16, 61, 150):
-        assert_sorted(random_ids(tokens, 5, 4, tokens), 5)
+    judge_sorted(random_ids(tokens, experts, k, seed), experts)
 
 
 def test_one_expert_of_many_takes_all():
     for ids in (torch.full((50, 6), 7, dtype=torch.int32), torch.full((50, 6), -1, dtype=torch.int32)):
-        assert_sorted(ids, 9)
-
-
-def test_thirty_two_slots_of_a_thousand_experts():
-    assert_sorted(random_ids(40, 1024, 32, 0), 1024)
+        judge_sorted(ids, 9)
 
 
 def test_ids_and_weights_are_read_as_they_are():
@@ -72,70 +53,25 @@ def test_ids_that_no_expert_has_are_masked():
     assert row_map.slot_to_pos.tolist() == [[-1, -1], [-1, 0], [-1, 1]]
 
 
-def test_the_example_of_the_docstring():
-    row_map = sort_slots(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2)
-    assert row_map.offsets.tolist() == [0, 1, 3]
-    assert row_map.slot_to_pos.tolist() == [[1, 0], [2, -1]]
-
-
-def assert_same_rows(got, want):
-    for x, y in ((got.values, want.values), (got.sf, want.sf)) if isinstance(got, QuantTensor) else ((got, want),):
-        assert_same_bits(x.view(torch.uint8), y.view(torch.uint8).view(len(y), -1))
-
-
-@pytest.mark.parametrize(
-    ("format", "hidden"),
-    [
-        (format, hidden)
-        for format in FORMATS
-        for hidden in (128, 384, 2880)
-        if hidden % format_named(format).group_k == 0
-    ],
-)
+@pytest.mark.parametrize(("format", "hidden"), of_sizes(128, 384, 2880))
 def test_gathered_rows_have_the_references_bits(format, hidden, monkeypatch):
     monkeypatch.setattr(permute_kernels, "MAX_COLUMNS", 1024 if hidden > 1024 else 128)
-    source = torch.Generator().manual_seed(0)
-    tokens = torch.randn(7, hidden, generator=source).bfloat16() * torch.logspace(-4, 4, 7)[:, None].bfloat16()
-    tokens[2], tokens[3, 5], tokens[4, 9] = 0.0, torch.nan, torch.inf
-    weights, ids = torch.rand(7, 3, generator=source), random_ids(7, 4, 3, 1)
-    want = permute(quantize_tokens(tokens, format), weights, ids, 4)
-    rows, row_weights = gather_rows(tokens, weights, sort_slots(ids, 4), format_named(format).activations)
-    used = len(want.topk_weights)
-    assert 0 < used < len(row_weights) == 21
-    assert_same_rows(take_rows(rows, torch.arange(used)), want.rows)
-    assert_same_bits(row_weights[:used], want.topk_weights)
+    tokens = torch.randn(7, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens *= torch.logspace(-4, 4, 7)[:, None].bfloat16()
+    rows, used = judge_gathered(tokens, random_ids(7, 4, 3, 1), 4, format)
     untouched = rows.values if isinstance(rows, QuantTensor) else rows
     assert bool((untouched.view(torch.uint8)[used:] == 255).all())
-    assert bool(row_weights[used:].isnan().all())
 
 
 @pytest.mark.parametrize("scheme", SINGLE_ROWS)
 def test_rows_are_quantised_as_far_as_experts_have_them(scheme):
     rows = torch.randn(9, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = quantize_rows(rows, torch.tensor([0, 2, 6], dtype=torch.int32), SCHEMES[scheme])
-    assert_same_rows(take_rows(got, torch.arange(6)), quantize(rows[:6], scheme))
-    assert bool((got.values.view(torch.uint8)[6:] == 255).all())
-
-
-def test_combine_sums_in_slot_order():
-    big, one = 2.0**24, 1.0
-    # In float32, big + one == big, so the order shows: (big - big) + one is 1, (big + one) - big is 0.
-    rows = torch.tensor([[big], [-big], [one], [big], [one], [-big]]).bfloat16()
-    out = combine_rows(rows, torch.arange(6, dtype=torch.int32).view(2, 3))
-    assert out.flatten().tolist() == [1.0, 0.0]
+    assert bool((judge_quantised(rows, [0, 2, 6], scheme) == 255).all())
 
 
 @pytest.mark.parametrize(("width", "k"), [(8, 1), (200, 3), (1032, 8), (24, 32)])
 def test_combine_against_a_loop(width, k):
-    source = torch.Generator().manual_seed(k)
-    rows = torch.randn(5 * k, width, generator=source).bfloat16()
-    row_map = torch.randperm(5 * k, generator=source).to(torch.int32).view(5, k)
-    row_map[torch.rand(5, k, generator=source) < 0.3] = -1
-    want = torch.zeros(5, width)
-    for token, slots in enumerate(row_map.tolist()):
-        for pos in slots:
-            want[token] += rows[pos].float() if pos >= 0 else 0.0
-    assert_same_bits(combine_rows(rows, row_map), want.bfloat16())
+    judge_combined(5, width, k)
 
 
 @pytest.mark.parametrize("used", [0, 1, 6])

@@ -1,6 +1,5 @@
 """Path of `envoi.moe` by kernels against the reference, on layers and routings chosen to break it."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +8,8 @@ import torch
 from envoi.ops.moe import layer as kernels_layer
 from envoi.ops.moe import moe, reference
 from envoi.ops.moe.experts import run_experts
+from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.permute import empty_rows
 from envoi.ops.moe.reference import permute
@@ -16,8 +17,11 @@ from envoi.quant import FORMATS, format_named
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.slow import mostly_slow
-from tests.moe.layers import Layer, eager_bf16, make, with_ids
+from tests.moe.layers import Layer, make, with_ids
+from tests.moe.own import OWN, layer_of, oracle
+from tests.moe.test_activations import MORE_KINDS
 from tests.moe.test_moe import BOUNDS, KINDS
+from tests.moe.test_own_activation import bound
 from tools.oracles.moe import moe_oracle
 
 # One format for each path through L1's epilogue and the tokens' quantisation.
@@ -56,11 +60,6 @@ def test_error_is_at_most_twice_the_references(format, kind, calls):
     assert calls
 
 
-def test_bf16_is_as_good_as_torchs():
-    layer = make(**SMALL, bias=True)
-    assert_at_most_twice(run(layer), eager_bf16(layer), moe_oracle(*arguments(layer, "bf16")))
-
-
 @pytest.mark.parametrize("format", SOME)
 def test_hostile_routing(format):
     layer = make(**SMALL)
@@ -70,11 +69,6 @@ def test_hostile_routing(format):
     some = run(with_ids(layer, torch.tensor([[0, 1], [-1, -1], [-1, 2], *[[1, 0]] * 6])), format)
     assert bool((some[1] == 0).all())
     assert bool(some[2].any())
-
-
-@pytest.mark.parametrize("format", SOME)
-def test_one_expert(format):
-    assert_right(make(**{**SMALL, "experts": 1, "k": 1}), format)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -103,35 +97,9 @@ def test_bits_are_the_same_in_every_run_and_in_every_batch(format):
     assert_same_bits(moe(layer.tokens[2:5], part, packed), whole[2:5])
 
 
-def test_shared_experts_are_ordinary_slots():
-    layer = make(**SMALL)
-    ids = torch.cat((layer.routing.topk_ids.clamp(max=2), torch.full((9, 1), 3)), 1)
-    weights = torch.cat((layer.routing.topk_weights, torch.ones(9, 1)), 1)
-    assert_right(replace(layer, routing=Routing(weights, ids.to(torch.int32), 4)), "fp8_row")
-
-
 @pytest.mark.parametrize("format", ["bf16", "mxfp4", "mxfp4_mxfp8"])
 def test_hidden_2880(format):
     assert_right(make(2, 1, 1, hidden=2880, intermediate=32, activation="swiglu_oai", bias=True), format)
-
-
-def test_thirty_two_slots():
-    assert_right(make(tokens=3, experts=34, k=32, hidden=64, intermediate=32), "bf16")
-
-
-def test_inputs_that_are_not_contiguous():
-    layer = make(**SMALL)
-    wide = torch.stack((layer.tokens, layer.tokens), dim=2)[..., 0]
-    ids, weights = layer.routing.topk_ids.T.contiguous().T, layer.routing.topk_weights.T.contiguous().T
-    assert not wide.is_contiguous()
-    assert_same_bits(moe(wide, Routing(weights, ids, 4), layer.pack()), run(layer))
-
-
-def test_ids_out_of_range_are_refused_where_that_waits_for_nothing():
-    layer = make(**SMALL)
-    layer.routing.topk_ids[1, 1] = 4
-    with pytest.raises(ValueError, match="ids from 0 to 3, or -1 .*, got 4 at token 1, slot 1"):
-        run(layer)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -153,3 +121,46 @@ def test_a_rank_without_rows(format):
     rows = empty_rows(0, 128, format_named(format).activations, torch.device("cpu"))
     out = run_experts(rows, torch.zeros(0), torch.zeros(5, dtype=torch.int32), packed)
     assert (out.shape, out.dtype) == ((0, 128), torch.bfloat16)
+
+
+# Weights as stored, gate rows above up rows
+
+
+@pytest.mark.parametrize("format", READ_AS_STORED)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=[next(iter(KINDS))]))
+def test_concatenated_weights(format, kind, calls):
+    assert_right(make(**SMALL, **KINDS[kind], packed_layout="concat"), format)
+    assert calls
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])  # blocks of 128 rows have other factors in each layout
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=[next(iter(KINDS))]))
+def test_both_layouts_give_the_same_bits(format, kind):
+    layer = make(**{**SMALL, "intermediate": 200}, **KINDS[kind])
+    interleaved = run(layer, format)
+    layer.packed_layout = "concat"
+    assert_same_bits(run(layer, format), interleaved)
+
+
+# Other activations
+
+
+@pytest.mark.parametrize(("kind", "format"), [
+    *((kind, "bf16") for kind in MORE_KINDS), ("geglu", "mxfp8"), ("geglu_concat", "fp8_block128"), ("silu", "fp8_row"),
+    ("relu2", "mxfp8"), ("relu2", "mxfp4"),
+])  # fmt: skip
+def test_more_activations(kind, format):
+    given = arguments(make(**SMALL, **MORE_KINDS[kind]), format)
+    assert relative_error(run_layer(*given), moe_oracle(*given)) < BOUNDS[format] * (2 if kind == "relu2" else 1)
+
+
+@pytest.mark.parametrize(("name", "format", "layout"), [
+    *((name, format, None) for name in ("clipped", "quick_gelu") for format in FORMATS),
+    *((name, "bf16", None) for name in OWN if name not in ("clipped", "quick_gelu")),
+    ("clipped", "bf16", "concat"), ("clipped", "fp8_block128", "concat"),
+])  # fmt: skip
+def test_users_own_activations(name, format, layout):
+    layer = layer_of(name, **SMALL, bias=name == "reglu")
+    layer.packed_layout = layout
+    given = arguments(layer, format)
+    assert relative_error(run_layer(*given), oracle(layer, given[-1], name)) < bound(format, OWN[name])

@@ -9,7 +9,7 @@ from envoi.ops.moe.router import host
 from envoi.ops.moe.router.choose_tiling import candidates, choose_shares, choose_tiling
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum
-from envoi.ops.moe.router.tiling import TILE, box_of, two_widths
+from envoi.ops.moe.router.tiling import TILE, two_widths
 from envoi.ops.moe.router.time_model import CACHED_BYTES
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
@@ -68,20 +68,6 @@ def test_shares_are_all_rows(m, n, hidden, rule):
         assert share.tiling == choose_tiling(share.num_rows, hidden, spec, NUM_SMS)[0]
 
 
-def test_what_is_chosen_for_many_rows():
-    def shares(*size):
-        return choose_shares(size[0], size[2], spec_of(*size), NUM_SMS)
-
-    assert [share.num_rows for share in shares(10817, 256, 3072, "minimax-m2")] == [8448, 2369]
-    assert [share.num_rows for share in shares(4259, 256, 7168, "deepseek-v3")] == [4224, 35]
-    assert len(shares(4224, 256, 7168, "deepseek-v3")) == 1
-    [share] = shares(15932, 512, 2048, "qwen3-next")
-    assert (share.tiling.turns, share.tiling.parts) == (2, 1)
-    [share] = shares(16384, 128, 4096, "qwen3-moe")
-    assert share.tiling.rows_per_cta == share.tiling.tile == 128
-    assert all(share.tiling.all_parts_wait for share in shares(8192, 896, 7168, "kimi-k3"))
-
-
 @pytest.mark.parametrize(("n", "parts", "widths"), [
     (160, 1, (128, 32)), (160, 2, (64, 16)), (384, 1, (256, 128)), (384, 2, (128, 64)), (288, 1, (256, 32)),
     (130, 1, (128, 32)), (192, 1, (128, 64)), (96, 1, (64, 32)), (896, 1, (512, 0)), (128, 1, (64, 0)),
@@ -89,16 +75,6 @@ def test_what_is_chosen_for_many_rows():
 ])  # fmt: skip
 def test_two_widths(n, parts, widths):
     assert two_widths(n, parts) == widths
-
-
-def test_boxes_of_the_gate_hold_experts():
-    assert box_of(160, 256, 0) == 32
-    assert box_of(160, 128, 32) == 32
-    assert box_of(160, 64, 16) == 16
-    assert box_of(72, 128, 0) == 16
-    assert box_of(384, 256, 0) == 128
-    assert [box_of(n, 64, 0) for n in (64, 128, 256)] == [64, 64, 64]
-    assert box_of(8, 16, 0) == 16
 
 
 @pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
@@ -112,38 +88,10 @@ def test_boxes_divide_what_is_loaded(m, n, hidden, rule):
         assert tiling.num_first == tiling.num_stages or not tiling.single_fill
 
 
-def test_many_rows_of_experts_that_are_no_power_of_two():
-    [share] = choose_shares(15082, 6144, spec_of(15082, 160, 6144, "qwen3-coder-480b"), NUM_SMS)
-    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.rows_per_cta) == (128, 32, 128)
-    assert share.tiling.in_runs
-    spec = spec_of(16384, 160, 5120, "deepseek-v2")
-    assert spec.whole_softmax
-    [share] = choose_shares(16384, 5120, spec, NUM_SMS)
-    assert share.tiling.rest_n == 32
-    assert share.tiling.in_runs and share.tiling.lanes == 8
-    [share] = choose_shares(8192, 7168, spec_of(8192, 384, 7168, "kimi-k2"), NUM_SMS)
-    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.turns) == (256, 128, 1)
-    shares = choose_shares(3000, 7168, spec_of(3000, 384, 7168, "kimi-k2"), NUM_SMS)
-    assert all((x.tiling.block_n, x.tiling.rest_n, x.tiling.parts_n) == (128, 0, 3) for x in shares)
-
-
-@pytest.mark.parametrize(("m", "rows_per_cta"), [(6907, 64), (10439, 128)])
-def test_groups_that_are_ranked_one_after_the_other(m, rows_per_cta):
-    """Test what was fastest of all tilings measured where choosing from groups of 20 experts takes long."""
-    [share] = choose_shares(m, 5120, spec_of(m, 160, 5120, "deepseek-v2"), NUM_SMS)
-    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.rows_per_cta) == (128, 32, rows_per_cta)
-
-
 @pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
 def test_sums_of_parts_along_k_stay_in_the_l2(m, n, hidden, rule):
     tiling, _ = choose_tiling(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS)
     assert tiling.parts_k == 1 or 2 * m * hidden + tiling.sum_bytes(m) < CACHED_BYTES
-
-
-def test_turns_are_for_more_columns_than_two_widths_have():
-    for n, turns in ((384, {1}), (385, {1, 2}), (512, {1, 2})):
-        spec = replace(spec_of(8192, n, 4096, "kimi-k2"), num_experts=n)
-        assert {tiling.turns for tiling in candidates(8192, 4096, spec, NUM_SMS)} == turns
 
 
 def launches_of(m, n, hidden, rule):

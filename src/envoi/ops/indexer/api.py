@@ -1,5 +1,6 @@
 """Public function `envoi.indexer_topk`: check the arguments, call the operator."""
 
+import warnings
 from typing import Literal, overload
 
 import torch
@@ -14,32 +15,33 @@ from envoi.runtime.prepared import prepared
 from envoi.runtime.prepared.constants import exactly
 
 TOPK = (512, 1024, 2048)
-MODES = ("exact", "fast")
+MODES = ("fast", "exact")
+ORDERS = ("score", "any", "position")
 OUTPUTS = ("slots", "positions")
 
 
 def _given(
-    q, k_cache, weights, seq_lens, block_table, k=2048, mode="exact", next_n=1, *, output="slots", ordered=True,
-    return_errors=False,
+    q, k_cache, weights, seq_lens, block_table, k=2048, mode="fast", next_n=1, *, output="slots", order="score",
+    return_errors=False, ordered=None,
 ):  # fmt: skip
     orders = orders_for(q.device, q.shape[1]) if mode == "exact" and q.shape[1] in HEADS else None
-    constants = exactly(k), mode, exactly(next_n), output, exactly(ordered), exactly(return_errors)
+    constants = exactly(k), mode, exactly(next_n), output, order, exactly(return_errors), exactly(ordered)
     return constants, (q, k_cache, weights, seq_lens, block_table, orders)
 
 
 @overload
 def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ...,
+    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., order: str = ...,
     return_errors: Literal[False] = ..., out: torch.Tensor | None = ..., workspace: torch.Tensor | None = ...,
-    num_sms: int | None = ...,
+    num_sms: int | None = ..., ordered: bool | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ..., return_errors: bool,
+    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., order: str = ..., return_errors: bool,
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = ..., workspace: torch.Tensor | None = ...,
-    num_sms: int | None = ...,
+    num_sms: int | None = ..., ordered: bool | None = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @prepared(_given)
 def indexer_topk(
@@ -49,15 +51,16 @@ def indexer_topk(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     k: int = 2048,
-    mode: str = "exact",
+    mode: str = "fast",
     next_n: int = 1,
     *,
     output: str = "slots",
-    ordered: bool = True,
+    order: str = "score",
     return_errors: bool = False,
     out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
     num_sms: int | None = None,
+    ordered: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 after the last.
 
@@ -68,13 +71,15 @@ def indexer_topk(
         + n.
     block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
     k: 512, 1024 or 2048. next_n: query rows of each request (more than 1 with speculative decoding).
-    mode "exact": the bits and the order of the PyTorch definition on the same device.
-        "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
+    mode "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
+        "exact": the bits and the order of the PyTorch definition on the same device, in which NaN beats numbers.
     output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
-    ordered: best first; False gives ascending positions, which takes longer.
+    order: "score", best first, "position", ascending positions, or "any", whichever takes least time. The set and what
+        wins a tie are the same, and so is the order in every run. Unless "score", rows of up to k tokens aren't scored.
     return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
         for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
     out, workspace, num_sms: as in `envoi.gemm`.
+    ordered: deprecated: True is order="score", False is order="position"; it warns.
 
     The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
     certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
@@ -87,10 +92,14 @@ def indexer_topk(
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
     expect_choice("mode", mode, MODES)
     expect_choice("output", output, OUTPUTS)
-    expect_bool("ordered", ordered)
+    expect_choice("order", order, ORDERS)
     expect_bool("return_errors", return_errors)
+    if ordered is not None:
+        expect_bool("ordered", ordered)
+        order = "score" if ordered else "position"
+        warnings.warn(f'ordered={ordered} is order="{order}" now', DeprecationWarning, stacklevel=3)
     tensors = q, k_cache, weights, seq_lens, block_table
-    found, errors = _indexer_topk(*tensors, k, mode, next_n, output == "slots", ordered)
+    found, errors = _indexer_topk(*tensors, k, mode, next_n, output == "slots", order)
     return (found, errors) if return_errors else found
 
 
@@ -112,7 +121,7 @@ def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
     expect_tensor("block_table", block_table, torch.int32, (requests, "P"), device)
 
 
-def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered):
+def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order):
     rows = q.shape[0]
     return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
 
@@ -130,6 +139,6 @@ def _flops(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, *argumen
 @operator("indexer_topk", _fake, _flops)
 def _indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+    k: int, mode: str, next_n: int, slots: bool, order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
+    return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order)

@@ -126,7 +126,7 @@ def _ties_are_alike(known: dict[str, Any], length: int, device: torch.device) ->
     q = torch.ones(1, HEADS[0], 128, device=device).to(torch.float8_e4m3fn)
     cache = pack_cache(values, torch.ones(values.shape[:2], device=device))
     p = _problem(q, cache, torch.ones(1, HEADS[0], device=device), length, device)
-    got, _ = exact.topk(p, certificate.expand(known).to(device), slots=False, ordered=True)
+    got, _ = exact.topk(p, certificate.expand(known).to(device), fast.Order(slots=False, by_score=True))
     scores = kinds.view(-1)[:length].float().to(device)
     want = torch.topk(scores, min(TOPK, length)).indices
     return torch.equal(got[0, : len(want)].long(), want)

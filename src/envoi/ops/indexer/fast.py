@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.ops.indexer import kernel_candidates, kernel_rank, kernel_scores
+from envoi import env
+from envoi.ops.indexer import kernel_candidates, kernel_rank, kernel_scores, kernel_select, room
 from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE
+from envoi.runtime import workspace as workspace_of
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.launch import launch
 from envoi.runtime.math import next_power_of_2
@@ -14,18 +16,24 @@ from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # most rows of a launch: a program finds its tiles in a sum over all of them
-MAX_LENGTH = 1 << kernel_candidates.POSITION_BITS.value
-NUM_GROUPS = kernel_scores.NUM_GROUPS.value
+MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
+LIST_WORDS = 2 * kernel_select.MOST.value + 1  # of a program's list, and their number
+NUM_GROUPS, TOP_LEVEL = kernel_scores.NUM_GROUPS.value, kernel_scores.TOP_LEVEL.value
 SCORE_BINS, NUM_COUNTERS = kernel_scores.SCORE_BINS.value, kernel_scores.NUM_COUNTERS.value
 CAPACITY = kernel_candidates.CAPACITY.value
 
-# As measured: notes/2026-11-indexer.md.
+# As measured: notes/2026-11-indexer.md, notes/2026-11-indexer-select.md.
 TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
-BLOCKS = (1024, 2048, 4096)  # scores of a program: the least with no more than so many programs an SM
-CANDIDATES_PROGRAMS_PER_SM = 1
+CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
+LONG_CHUNK = 8192  # or, of longer ones, these at a time
+SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
+PARTS = 4  # programs that select from a long row
+FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
+BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
+EARLY = True  # selection's launch overlaps with the end of the scores'
 
 
 @dataclass(frozen=True)
@@ -57,92 +65,137 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Outputs' form. slots: of the cache, else positions. by_score: best first, else ascending positions.
+
+    any: either will do. as_torch: NaN beats all numbers, and short rows by score are in the order of torch's sort.
+    """
+
+    slots: bool
+    by_score: bool
+    any: bool = False
+    as_torch: bool = False
+
+    def least(self, k: int) -> int:
+        """Return up to how many tokens a row needs no scores."""
+        return 0 if self.by_score else k
+
+
+@dataclass(frozen=True)
 class Workspace:
     """Scratch memory for the rows that are processed at a time, written anew for each block of rows.
 
-    listed [rows, max_length], bins [rows, SCORE_BINS, CAPACITY]: composites; logits [rows, max_length];
-    groups [rows, NUM_GROUPS]: upper halves of keys; counters [rows, NUM_COUNTERS].
+    logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
+    lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
+    Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
+    listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
+    int32.
     """
 
-    listed: torch.Tensor
-    bins: torch.Tensor
     logits: torch.Tensor
     groups: torch.Tensor
-    counters: torch.Tensor
+    lists: torch.Tensor | None = None
+    listed: torch.Tensor | None = None
+    bins: torch.Tensor | None = None
+    counters: torch.Tensor | None = None
 
 
-def rows_at_once(p: Problem) -> int:
+def num_parts(p: Problem) -> int:
+    """Return the number of programs that select from a long row; 1 if no row is long."""
+    return PARTS if p.max_length > CHUNKS[-1] else 1
+
+
+def by_candidates(p: Problem, order: Order) -> bool:
+    """Tell whether candidates for the best, ranked by many programs a row, are faster than PARTS programs a row.
+
+    They are where the best come first in long rows, and where any order will do in a row or two that are very long.
+    """
+    if p.max_length > MOST_CANDIDATES:
+        return False
+    if order.any:
+        return p.num_rows <= FEW_ROWS and p.max_length > CHUNKS[-1]
+    return order.by_score and p.max_length > LONG_CHUNK
+
+
+def rows_at_once(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows whose workspace fits into WORKSPACE_BYTES, at least one."""
-    each = 12 * p.max_length + 8 * SCORE_BINS * CAPACITY + 2 * NUM_GROUPS + 4 * NUM_COUNTERS
-    return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
+    words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else num_parts(p) * LIST_WORDS
+    return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))))
 
 
-def workspace(p: Problem) -> Workspace:
+def workspace(p: Problem, candidates: bool = False) -> Workspace:
     """Allocate the Workspace of `rows_at_once` rows."""
-    rows, device = rows_at_once(p), p.q.device
+    rows, device = rows_at_once(p, candidates), p.q.device
 
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    return Workspace(
-        empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64), empty(p.max_length, torch.float32),
-        empty(NUM_GROUPS, torch.int16), empty(NUM_COUNTERS, torch.int32),
-    )  # fmt: skip
+    logits, groups = empty(p.max_length, torch.float32), empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
+    if not candidates:
+        return Workspace(logits, groups, empty(num_parts(p) * LIST_WORDS, torch.int32))
+    lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
+    return Workspace(logits, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
 
 
-def blocks(p: Problem) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of each block of rows that are processed at a time."""
-    step = rows_at_once(p)
+def blocks(p: Problem, step: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row, number of rows) of each block of `step` rows that are processed at a time."""
     for first in range(0, p.num_rows, step):
         yield first, min(step, p.num_rows - first)
 
 
-def topk(p: Problem, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def topk(p: Problem, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose [rows, k] int32 as `envoi.indexer_topk` describes, and return errors [rows] int32: 0 = no error."""
-    return in_blocks(p, score, slots, ordered)
+    early = EARLY and implementation(p.q.device) == "hopper"
+    return in_blocks(p, score, order, early)
 
 
 def in_blocks(
-    p: Problem, score: Callable[[Problem, Workspace, int, int], None], slots: bool, ordered: bool,
-    as_torch: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    p: Problem, score: Callable[[Problem, Workspace, int, int, int], None], order: Order, early: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Score and choose block after block of rows. Returns outputs [rows, k] and errors [rows], int32.
 
-    score: takes the first row of a block and its number of rows. as_torch: NaN beats all numbers, and short rows are in
-    the order of torch's sort.
+    score: takes the first row of a block, its number of rows, and up to how many tokens a row needs no scores.
     """
     out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
     errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
     if p.num_rows:
-        space = workspace(p)
-        for first, num_rows in blocks(p):
-            score(p, space, first, num_rows)
-            write_topk(p, space, first, num_rows, out, errors, slots, ordered, as_torch)
+        candidates = by_candidates(p, order)
+        space = workspace(p, candidates)
+        least = 0 if candidates else order.least(p.k)
+        for first, num_rows in blocks(p, len(space.logits)):
+            if p.max_length > least:
+                score(p, space, first, num_rows, least)
+            rest = first, num_rows, out, errors, order
+            if candidates:
+                launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
+                launch(kernel_rank.rank_kernel, *rank_arguments(p, space, *rest))
+            else:
+                launch(kernel_select.select_kernel, *select_arguments(p, space, *rest, early))
     return out, errors
 
 
-def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
-    """Fill the logits and the groups of these rows."""
-    if not p.max_length:
-        return
+def score(p: Problem, space: Workspace, first: int, num_rows: int, least: int = 0) -> None:
+    """Fill the logits and the groups of those of these rows that have more than `least` tokens."""
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
         from envoi.ops.indexer import kernel_hopper
 
-        launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows))
+        launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows, least))
     else:
-        launch(kernel_scores.scores_kernel, *scores_arguments(p, space, first, num_rows))
+        launch(kernel_scores.scores_kernel, *scores_arguments(p, space, first, num_rows, least))
 
 
-def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
+def hopper_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, least: int
+) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of Hopper's `scores_kernel`."""
     flat = p.k_cache.view(-1)
     values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
     scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+    early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
     return (_programs(p, num_rows),), (
-        values, scales, p.q, p.weights, p.seq_lens, p.table,
-        space.logits, space.groups, space.counters,
+        values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], max(32, next_power_of_2(rows_at_once(p))), STAGES,
+        p.next_n, p.q.shape[1], least, max(32, next_power_of_2(len(space.logits))), STAGES, early,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
@@ -151,49 +204,56 @@ def _registers() -> int:
     return 65536 // (32 * (HOPPER_WARPS + 4) * PROGRAMS_PER_SM) // 8 * 8  # the producer's warp takes up four
 
 
-def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
+def scores_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, least: int
+) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of `scores_kernel`."""
     bytes_ = p.k_cache.view(torch.uint8)
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
-        space.logits, space.groups, space.counters,
-        first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], next_power_of_2(rows_at_once(p)), TILE,
+        space.logits, space.groups, space.counters, first, num_rows, p.width, p.k_cache.shape[0],
+        p.next_n, p.q.shape[1], least, next_power_of_2(len(space.logits)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
-def write_topk(
-    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
-    ordered: bool, as_torch: bool,
-) -> None:  # fmt: skip
-    """Write these rows' outputs from their logits and groups."""
-    if p.max_length:
-        launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, as_torch))
-    launch(kernel_rank.rank_kernel, *rank_arguments(p, space, first, num_rows, out, errors, slots, ordered, as_torch))
+def select_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order,
+    early: bool,
+) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
+    """Return grid, arguments and options of `select_kernel`."""
+    levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
+    chunk = next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
+    parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
+    counters = workspace_of.counters(num_rows, p.q.device)
+    words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
+    return (num_rows, parts), (
+        space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
+        first, num_rows, p.width, p.k_cache.shape[0],
+        p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
+    ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
 def candidates_arguments(
-    p: Problem, space: Workspace, first: int, num_rows: int, nan_first: bool
+    p: Problem, space: Workspace, first: int, num_rows: int, order: Order
 ) -> tuple[tuple[int, int], tuple, dict]:
     """Return grid, arguments and options of `candidates_kernel`."""
-    most = CANDIDATES_PROGRAMS_PER_SM * num_sms(p.q.device)
+    most = num_sms(p.q.device)  # programs: one on each
     block = next((size for size in BLOCKS if num_rows * -(-p.max_length // size) <= most), BLOCKS[-1])
     return (-(-p.max_length // block), num_rows), (
         space.logits, space.groups, space.counters, space.listed, space.bins, p.seq_lens, p.table,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.k, nan_first, block,
+        p.next_n, p.k, order.as_torch, block,
     ), {"num_warps": 16}  # fmt: skip
 
 
 def rank_arguments(
-    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
-    ordered: bool, as_torch: bool,
-) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order
+) -> tuple[tuple[int, int], tuple, dict]:
     """Return grid, arguments and options of `rank_kernel`."""
     return (SCORE_BINS, num_rows), (
-        space.listed, space.bins, space.counters, space.logits if as_torch else None, p.seq_lens, p.table, out, errors,
-        first, num_rows, p.width,
-        p.next_n, p.k, slots, ordered,
+        space.listed, space.bins, space.counters, space.logits if order.as_torch else None, p.seq_lens, p.table, out,
+        errors, first, num_rows, p.width,
+        p.next_n, p.k, order.slots,
     ), {"num_warps": 2}  # fmt: skip
 
 

@@ -85,9 +85,9 @@ def bound_of(best, top, K: tl.constexpr):
 def limits_of(groups, n, K: tl.constexpr):
     """Return the bound of a row, and one more than its best group's key, both upper halves of keys."""
     ids = tl.arange(0, NUM_GROUPS)
-    written = (tl.cdiv(n, PAGE) * PAGE) >> level_of(n)
-    best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(written, 8), other=LEAST).to(tl.int32)
-    best = tl.where(ids < written, best, LEAST)
+    num = tl.cdiv(n, 1 << level_of(n))
+    best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(num, 8), other=LEAST).to(tl.int32)
+    best = tl.where(ids < num, best, LEAST)
     top = tl.max(best, 0) + 1
     if n > K:
         low = bound_of(best, top, K)

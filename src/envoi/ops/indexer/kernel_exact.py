@@ -31,8 +31,8 @@ from envoi.ops.indexer.kernel_scores import (
     clear,
     keep_best,
     place_of_tile,
+    scored,
     token_pages,
-    visible,
 )  # fmt: skip
 
 
@@ -114,20 +114,20 @@ def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
 def exact_kernel(
     q, cache, scales, weights, seq_lens, table, orders, scratch, logits, groups, counters,
     first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr,
+    NEXT_N: tl.constexpr, H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Score rows as `scores_kernel` does, by exact roundings.
 
     orders [NUM_ORDERS + 4]: by n below NUM_ORDERS, then by n % 4: parts, + 256 for the shared order. scratch [programs,
     H, TILE]: each program passes x through its own, to add it up by lines.
     """
+    clear(counters, num_rows)
     h = tl.arange(0, H)
     t = tl.arange(0, TILE)
     scratch += tl.program_id(0) * (H * TILE)
     ids = tl.arange(0, ROWS)
-    clear(counters, num_rows)
-    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
+    seen = scored(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width, LEAST)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):

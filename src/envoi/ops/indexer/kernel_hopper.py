@@ -21,15 +21,18 @@ from envoi.epilogues.device import maximum
 from envoi.ops.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
-    KEY_SHIFT,
     NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
+    TOP_LEVEL,
+    as_stored,
+    least_level,
     level_of,
     ordered,
+    scored,
 )
-from envoi.ops.indexer.kernel_scores import visible as visible_of
 from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.sync import let_next_start
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
 TILE: gl.constexpr = gl.constexpr(128)
@@ -38,12 +41,16 @@ ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # rows of 64 float32 in a page,
 
 
 class Lengths(NamedTuple):
-    """Lengths of the rows: seq_lens [requests], the first row, rows a request (next_n), pages in a row of the table."""
+    """Lengths of the rows: seq_lens [requests], the first row, rows a request (next_n), pages in a row of the table.
+
+    least: rows of no more tokens aren't scored.
+    """
 
     seq_lens: Any
     first_row: Any
     next_n: Any
     width: Any
+    least: Any
 
 
 class Stages(NamedTuple):
@@ -73,11 +80,9 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def visible(lengths, row, num_rows):
-    """Return how many tokens rows see, 0 for a length that the block table doesn't hold. row counts from first_row."""
-    rows = lengths.first_row + row
-    return gl.maximum(
-        visible_of(lengths.seq_lens, rows, lengths.first_row + num_rows, lengths.next_n, lengths.width), 0
-    )
+    """Return how many tokens of rows are scored. row counts from first_row."""
+    end = lengths.first_row + num_rows
+    return scored(lengths.seq_lens, lengths.first_row + row, end, lengths.next_n, lengths.width, lengths.least)
 
 
 @gluon.jit
@@ -135,7 +140,7 @@ def load_pages(descs, stages, stage, page0, page1):
 def producer(descs, stages, lengths, table, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """Fill the stages as they become empty: a role of one warp. Reads the block table for 16 tiles at a time.
 
-    A page that is outside the cache is replaced by page 0; `kernel_candidates` finds it too.
+    A page that is outside the cache is replaced by page 0; `kernel_select` finds it too.
     """
     ids = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     row, n, token, count = first_tile(lengths, num_rows, ROWS)
@@ -180,52 +185,56 @@ def score(products, scale, weight):
 def keep(best, groups):
     """Store the best keys of a tile's groups."""
     flat = gl.reshape(best, [best.numel])
-    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), (flat >> KEY_SHIFT).to(gl.int16))
+    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), as_stored(flat, groups))
 
 
 @gluon.jit
 def better_half(best):
-    """Reduce pairs of neighbouring groups, as lanes hold them, to the better of each."""
+    """Reduce pairs of neighbouring groups to the better of each."""
     return gl.max(gl.reshape(best, [best.numel // 2, 2]), 1)
 
 
 @gluon.jit
 def keep_best(s, token, n, groups):
-    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least.
-
-    Tokens 64 and 8 apart are compared first: one thread holds them.
-    """
-    tokens = token + gl.arange(0, TILE, s.type.layout)
-    keys = gl.where(tokens < n, ordered(s, False), -0x80000000)
+    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least."""
     level = level_of(n)
-    groups += token >> level
-    if token >> level < NUM_GROUPS:
+    if (level >= least_level(groups)) & (level <= TOP_LEVEL):
+        tokens = token + gl.arange(0, TILE, s.type.layout)
+        keys = gl.where(tokens < n, ordered(s, False), -0x80000000)
+        groups += token >> level
         if level == 0:
             keep(keys, groups)
         else:
-            pairs = gl.max(gl.reshape(keys, [2, TILE // 2]), 0)
+            twos = better_half(keys)
             if level == 1:
-                keep(pairs, groups)
+                keep(twos, groups)
             else:
-                keep_best_of_pairs(pairs, level, groups)
+                fours = better_half(twos)
+                if level == 2:
+                    keep(fours, groups)
+                else:
+                    keep_best_of_fours(fours, level, groups)
 
 
 @gluon.jit
-def keep_best_of_pairs(pairs, level, groups):
-    """Store the best keys of groups of 4 to 32 tokens, given those of 2."""
-    fours = gl.reshape(gl.max(gl.reshape(pairs, [TILE // 32, 2, 8]), 1), [TILE // 4])
-    if level == 2:
-        keep(fours, groups)
+def keep_best_of_fours(fours, level, groups):
+    """Store the best keys of groups of 8 to 128 tokens, given those of 4."""
+    eights = better_half(fours)
+    if level == 3:
+        keep(eights, groups)
     else:
-        eights = better_half(fours)
-        if level == 3:
-            keep(eights, groups)
-        else:
-            sixteens = better_half(eights)
-            if level == 4:
-                keep(sixteens, groups)
+        sixteens = better_half(eights)
+        if level == 4:
+            keep(sixteens, groups)
+        else:  # other warps hold the neighbours
+            best = better_half(sixteens)
+            if level == 5:
+                keep(best, groups)
             else:
-                keep(better_half(sixteens), groups)
+                if level == 6:
+                    keep(better_half(best), groups)
+                else:
+                    gl.store(groups, as_stored(gl.max(best, 0), groups))
 
 
 @gluon.jit
@@ -263,7 +272,8 @@ def consumer(
 def scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
     first_row, num_rows, width, num_pages,
-    NEXT_N: gl.constexpr, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    NEXT_N: gl.constexpr, H: gl.constexpr, LEAST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as the Triton kernel of this name does.
 
@@ -281,10 +291,13 @@ def scores_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     role_barrier()
-    for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+    if EARLY:
+        let_next_start()
+    if counters is not None:
         ids = gl.arange(0, NUM_COUNTERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        gl.store(counters + own * NUM_COUNTERS + ids, 0)
-    lengths = Lengths(seq_lens, first_row, NEXT_N, width)
+        for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+            gl.store(counters + own * NUM_COUNTERS + ids, 0)
+    lengths = Lengths(seq_lens, first_row, NEXT_N, width, LEAST)
     stages = Stages(values, scales, full, empty)
     args = Rows(q, weights, logits, groups)
     gl.warp_specialize([

@@ -6,18 +6,16 @@
 
 One program ranks a bin: after all of the better bins, and within its own list. If a bin has overflowed, each program
 ranks a share of the row's list among all of it. For that, a list of more than MOST, which mostly means many equal
-scores, is narrowed down to its k best by radix selection, 8 bits a pass. So is every list if the output is to be in
-the order of positions; then positions are ranked instead of scores.
-
-torch sorts rows of at most SHORT tokens by a network that doesn't keep ties in order. In the exact mode one program of
-such a row does the same, from the row's scores.
+scores, is narrowed down to its k best by radix selection, 8 bits a pass. In the exact mode one program of a row of at
+most SHORT tokens sorts it as torch does.
 """
 
 import triton
 import triton.language as tl
 
 from envoi.ops.indexer.kernel_candidates import CAPACITY, LAST, tokens_of
-from envoi.ops.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, PAGE, SCORE_BINS, ordered
+from envoi.ops.indexer.kernel_order import SHORT, slot_of, sort_as_torch
+from envoi.ops.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, PAGE, SCORE_BINS
 
 MOST: tl.constexpr = tl.constexpr(4096)
 MINE: tl.constexpr = tl.constexpr(128)  # composites that are ranked at a time,
@@ -28,7 +26,6 @@ DIGIT: tl.constexpr = tl.constexpr(8)
 DIGITS: tl.constexpr = tl.constexpr(256)
 LOWEST: tl.constexpr = tl.constexpr(-(1 << 60))  # a lower bound of all composites
 NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
-SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
 
 
 @triton.jit
@@ -62,11 +59,8 @@ def least_of_best(listed, total, wanted):
 
 
 @triton.jit
-def narrow(listed, kept, total, wanted, ORDERED: tl.constexpr):
-    """Copy the best of a list, `wanted` at most, to `kept`; return how many. All programs of a row write equal values.
-
-    Unless ORDERED, only the positions are kept, so that the lowest ranks first from here on.
-    """
+def narrow(listed, kept, total, wanted):
+    """Copy the best of a list, `wanted` at most, to `kept`; return how many. A row's programs write equal values."""
     least = tl.zeros((), tl.int64) + LOWEST
     if total > wanted:
         least = least_of_best(listed, total, wanted)
@@ -76,7 +70,7 @@ def narrow(listed, kept, total, wanted, ORDERED: tl.constexpr):
         found = tl.load(listed + ids, mask=ids < total, other=NOTHING)
         keep = found >= least
         place = kept + num_kept + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(place, found if ORDERED else found & LAST, mask=keep)
+        tl.store(place, found, mask=keep)
         num_kept += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
     return num_kept
@@ -88,9 +82,7 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
     ids = first + tl.arange(0, MINE)
     mine = tl.load(listed + ids, mask=ids < total, other=NOTHING)
     found = (mine & LAST).to(tl.int32) ^ LAST
-    if SLOTS:
-        page = tl.load(table + found // PAGE, mask=ids < total, other=0)
-        found = page * PAGE + found % PAGE
+    found = slot_of(table, found, ids < total, SLOTS)
     better = tl.zeros((OTHERS, MINE), tl.int32)
     for other in range(0, total, OTHERS):
         beside = other + tl.arange(0, OTHERS)
@@ -100,48 +92,10 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
     tl.store(out + rank, found, mask=(ids < total) & (rank < K))
 
 
-@triton.jit
-def exchange(x, n, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """Run a layer of the network: sort pairs STRIDE apart, descending where position & SIZE. Places from n on sink."""
-    ids = tl.arange(0, SHORT)
-    other = tl.gather(x, ids ^ STRIDE, 0)
-    low = tl.where((ids & STRIDE) == 0, x, other)
-    high = tl.where((ids & STRIDE) == 0, other, x)
-    sorted_ = (((low >> 6) > (high >> 6)) & ((low & 63) < n)) | ((high & 63) >= n)
-    return tl.where(sorted_ == ((ids & SIZE) != 0), other, x)
-
-
-@triton.jit
-def sort_and_put(out, logits, n, table, SLOTS: tl.constexpr, ORDERED: tl.constexpr):
-    """Store a row of n tokens, at most SHORT, in torch's order.
-
-    The network's input is the scores above the least, then those that equal it, each by position.
-    """
-    ids = tl.arange(0, SHORT)
-    keys = ordered(tl.load(logits + ids, mask=ids < n, other=0.0), True)
-    above = (ids < n) & (keys > tl.min(tl.where(ids < n, keys, 0x7FFFFFFF), 0))
-    least = (ids < n) & (above == 0)
-    entry = tl.cumsum(above.to(tl.int32), 0) - 1
-    entry = tl.where(least, tl.sum(above.to(tl.int32), 0) + tl.cumsum(least.to(tl.int32), 0) - 1, entry)
-    entry = tl.where(ids < n, entry, ids)
-    packed = (keys.to(tl.int64) << 6) | ids
-    x = tl.sum(tl.where(entry[:, None] == ids[None, :], packed[:, None], 0), 0)
-    for level in tl.static_range(1, 6):
-        for step in tl.static_range(level):
-            x = exchange(x, n, 1 << (level - 1 - step), (1 << level) % 32)
-    found = (x & 63).to(tl.int32)
-    if not ORDERED:
-        found = tl.sort(tl.where(ids < n, found, 63))
-    if SLOTS:
-        page = tl.load(table + found // PAGE, mask=ids < n, other=0)
-        found = page * PAGE + found % PAGE
-    tl.store(out + ids, found, mask=ids < n)
-
-
 @triton.jit(do_not_specialize=INTEGERS)
 def rank_kernel(
     listed, classes, counters, logits, seq_lens, table, out, errors, first_row, num_rows, width,
-    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
+    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Rank a bin of a row, or a 1 / SCORE_BINS share of its list; store the error, and -1 from the n-th place on.
 
@@ -163,12 +117,12 @@ def rank_kernel(
     if logits is not None:
         if n <= SHORT:
             if part == 0:
-                sort_and_put(out, logits + own.to(tl.int64) * width * PAGE, n, table, SLOTS, ORDERED)
+                sort_as_torch(out, logits + own.to(tl.int64) * width * PAGE, n, table, SLOTS)
             return
     ids = tl.arange(0, SCORE_BINS)
     sizes = tl.load(counters + ids * COUNTER_STRIDE)
     classes += own * (SCORE_BINS * CAPACITY)
-    if ORDERED & (tl.max(sizes, 0) <= CAPACITY):
+    if tl.max(sizes, 0) <= CAPACITY:
         size = tl.sum(tl.where(ids == part, sizes, 0), 0)
         before = tl.sum(tl.where(ids < part, sizes, 0), 0)
         for first in range(0, tl.where(before < K, size, 0), MINE):
@@ -176,8 +130,8 @@ def rank_kernel(
     else:
         total = tl.load(counters + SCORE_BINS * COUNTER_STRIDE)
         listed += own.to(tl.int64) * width * PAGE
-        if (total > MOST) | (not ORDERED):
-            total = narrow(listed, classes, total, K, ORDERED)
+        if total > MOST:
+            total = narrow(listed, classes, total, K)
             listed = classes
         for first in range(part * MINE, total, SCORE_BINS * MINE):
             rank_and_put(out, listed, first, total, table, 0, K, SLOTS)

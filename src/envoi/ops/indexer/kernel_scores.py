@@ -8,9 +8,11 @@
         logits[row, j] = s[j];  groups[row, ..] = the best of each group of neighbours
 
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
-8192 groups once a row has that many tokens, so few other scores reach the bound.
+8192 groups, so few other scores reach the bound. `kernel_select` needs none in rows of up to NUM_GROUPS tokens, and
+whole keys; for `kernel_candidates` groups are int16, the upper halves of keys, in all rows.
 
-Lengths are read on the device. A page outside the cache is not read, and `kernel_candidates` fails its row.
+Lengths are read on the device. A page outside the cache is not read, and `kernel_select` fails its row. Rows of up to
+LEAST tokens, all of which are chosen, aren't scored.
 """
 
 from typing import Any, NamedTuple
@@ -24,11 +26,11 @@ from envoi.epilogues.device import INTERPRETED, in_order, maximum
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
-NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row; longer rows drop the groups past them
-MAX_LEVEL: tl.constexpr = tl.constexpr(5)  # groups of 1 << level tokens
-KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # low bits of a key that aren't stored in a group's best
+NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row, at most
+KEY_SHIFT: tl.constexpr = tl.constexpr(16)
+TOP_LEVEL: tl.constexpr = tl.constexpr(7)  # groups of 1 << level tokens, which a tile holds; longer rows have none
 
-# Counters of a row: the entries of each bin of its list of candidates, then those of the whole list.
+# Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list.
 SCORE_BINS: tl.constexpr = tl.constexpr(32)
 COUNTER_STRIDE: tl.constexpr = tl.constexpr(
     8
@@ -65,18 +67,26 @@ def ordered(x, NAN_FIRST: tl.constexpr):
 
 @triton.jit
 def level_of(n):
-    """Return log2 of the tokens in a group, in a row of n tokens: as small as NUM_GROUPS allows."""
+    """Return log2 of the tokens in a group of a row of n: as small as NUM_GROUPS allows, TOP_LEVEL + 1 at most."""
     level = n * 0
-    for i in tl.static_range(MAX_LEVEL):
+    for i in tl.static_range(TOP_LEVEL + 1):
         level += (n > (NUM_GROUPS << i)).to(tl.int32)
     return level
 
 
 @triton.jit
 def clear(counters, num_rows):
-    """Set the counters of all rows to zero, each program its share of them."""
-    for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS), 0)
+    """Set the counters of all rows, if there are any, to zero, each program its share of them."""
+    if counters is not None:
+        for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+            tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS), 0)
+
+
+@triton.jit
+def scored(seq_lens, rows, num_rows, next_n, width, LEAST: tl.constexpr):
+    """Return how many tokens of rows are scored: what they see, 0 if that is at most LEAST, or a bad length."""
+    seen = visible(seq_lens, rows, num_rows, next_n, width)
+    return tl.where(seen > LEAST, seen, 0)
 
 
 @triton.jit
@@ -110,16 +120,32 @@ def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
 
 
 @triton.jit
+def least_level(groups):
+    """Return the least level of groups that are stored."""
+    return 0 if groups.dtype.element_ty == tl.int16 else 1
+
+
+@triton.jit
+def as_stored(best, groups):
+    """Return keys as the groups hold them."""
+    if groups.dtype.element_ty == tl.int16:
+        return (best >> KEY_SHIFT).to(tl.int16)
+    else:
+        return best
+
+
+@triton.jit
 def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
     """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least."""
     keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
     level = level_of(n)
     size: tl.constexpr = tokens.shape[0]
-    for i in tl.static_range(MAX_LEVEL + 1):
-        if level == i:
-            best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
-            at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
-            tl.store(groups + at, (best >> KEY_SHIFT).to(tl.int16), mask=at < NUM_GROUPS)
+    for i in tl.static_range(TOP_LEVEL + 1):
+        if ((size >> i) > 0) & (i >= least_level(groups)):
+            if level == i:
+                best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
+                at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
+                tl.store(groups + at, as_stored(best, groups))
 
 
 @triton.jit
@@ -135,14 +161,13 @@ def place_of_tile(tile, ids, seen, tiles, ends):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
-    q, cache, scales, weights, seq_lens, table, logits, groups, counters,
-    first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    q, cache, scales, weights, seq_lens, table, logits, groups, counters, first_row, num_rows, width, num_pages,
+    NEXT_N: tl.constexpr, H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters."""
-    ids = tl.arange(0, ROWS)
+    """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters, if any."""
     clear(counters, num_rows)
-    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
+    ids = tl.arange(0, ROWS)
+    seen = scored(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width, LEAST)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):

@@ -47,7 +47,7 @@ def select_row(
 
 def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+    k: int, mode: str, next_n: int, slots: bool, order: str,
 ) -> torch.Tensor:  # fmt: skip
     """Select for all query rows: [B * next_n, k] int32. Arguments as in `envoi.indexer_topk`, already checked."""
     out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
@@ -61,7 +61,7 @@ def indexer_topk(
             if seen <= 0:
                 continue
             chosen = select_row(q[row], values[:seen], scales[:seen], weights[row], k, mode)
-            if not ordered:
+            if order != "score":
                 chosen = chosen.sort().values
             out[row, : len(chosen)] = to_slots(chosen, pages) if slots else chosen.to(torch.int32)
     return out

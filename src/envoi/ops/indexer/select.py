@@ -16,13 +16,13 @@ CACHE_ALIGNMENT = 16
 
 def run(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+    k: int, mode: str, next_n: int, slots: bool, order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run the implementation for this mode and device; return [rows, k] int32, and errors [rows] int32."""
     orders = orders_for(q.device, q.shape[1]) if mode == "exact" else None
     if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
         check_values(seq_lens, block_table, k_cache.shape[0])
-        out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
+        out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order)
         return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
     from envoi.ops.indexer import exact, fast
 
@@ -30,7 +30,8 @@ def run(
     expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
     seq_lens, block_table = seq_lens.contiguous(), block_table.contiguous()
     problem = fast.Problem(q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table, k, next_n)
-    return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
+    form = fast.Order(slots, order == "score", order == "any")
+    return fast.topk(problem, form) if orders is None else exact.topk(problem, orders, form)
 
 
 def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:

@@ -35,8 +35,7 @@ from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
 
 NAMES = (
-    "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_sf", "down_sf", "gate_up_scale", "down_scale",
-    "gate_up_zeros", "down_zeros",
+    "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_sf", "down_sf", "gate_up_scale", "down_scale"
 )  # fmt: skip
 LAYOUTS = ("concat", "interleaved")
 READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
@@ -60,13 +59,11 @@ def pack(
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4" and "int4" (4-bit weights, bf16 activations),
-        or "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": what they are stored in;
-        bf16 for floats.
+        or "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": as stored, floats bf16.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
-        and up; gate_up_zeros, down_zeros: zero points of INT4 weights, uint8 pairs with zero points or for which format
-        is "int4". See `envoi.quant.regroup.as_stored` and `as_integers` for dtypes and shapes. Or gate_up and down are
-        QuantTensors.
+        and up; gate_up_zeros, down_zeros: zero points of INT4 weights, of pairs for which format is "int4", or "auto".
+        See `envoi.quant.regroup.as_stored`, `as_integers` for dtypes and shapes. Or gate_up and down are QuantTensors.
     weight_block_size: rows and columns that share a factor, as config.json names them; the last block of a side may be
         smaller. Blocks begin with the first row of gate, the first of up and the first column: in a shard that begins
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
@@ -84,23 +81,18 @@ def pack(
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
-    On Hopper "mxfp4", "nvfp4", "int4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can
-    be (`QuantTensor.order`), in as much memory; `unpack` reads them.
+    On Hopper "mxfp4", "nvfp4", "int4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where possible
+    (`QuantTensor.order`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    the MX formats and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad
-    mode.
+    MX and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
     _check_options(format, gate_up_layout, requantize)
-    _check_gradients(
-        gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale, gate_up_zeros,
-        down_zeros,
-    )  # fmt: skip
+    _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gated, block = has_gate(activation), _block(weight_block_size)
     parts = 2 if gated and gate_up_layout == "concat" else 1
-    integers = format == "int4"
-    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, integers)
-    down = _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, integers)
+    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, format)
+    down = _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, format)
     chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
@@ -112,8 +104,7 @@ def pack(
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    experts = ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout, padding)
-    return _arranged(experts, (gate_up, down))
+    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout, padding), (gate_up, down))
 
 
 def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:
@@ -205,11 +196,11 @@ def _with_alpha(activation: str, alpha: float | None) -> str:
 
 def _stored(
     weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, zeros: torch.Tensor | None, name: str,
-    block: tuple[int, int] | None, parts: int, integers: bool,
+    block: tuple[int, int] | None, parts: int, format: str,
 ) -> Matrix:  # fmt: skip
     """Return weights with their factors as a QuantTensor by rows, float weights as they are.
 
-    integers: pairs of 4 bits are INT4, also without zero points; else E2M1.
+    format: "int4" says that pairs of 4 bits are INT4 also without zero points, else they are E2M1.
     """
     if block is not None and sf is None:
         raise ValueError(f"weight_block_size: expected None without {name}_sf, got {block}")
@@ -227,7 +218,7 @@ def _stored(
         if weight.scale is not None:
             weight = replace(weight, scale=regroup.row_scales(weight.scale, weight.shape, name))
         return regroup.by_rows(weight)
-    if sf is not None and (integers or zeros is not None):
+    if sf is not None and (format == "int4" or zeros is not None):
         if scale is not None or block is not None:
             raise ValueError(f"{name}_scale, weight_block_size: expected None beside INT4 weights, got one of them")
         return regroup.as_integers(weight, sf, zeros, name)

@@ -18,7 +18,6 @@ LIBRARY = "libcuda.so.1"
 MAP_BYTES = 128
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread hasn't used CUDA yet
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
-NUM_ATTRIBUTES = 2
 COOPERATIVE, OVERLAPPING = 2, 6  # attributes: all CTAs at once; may start before the launch before it has ended
 
 

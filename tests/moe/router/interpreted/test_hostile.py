@@ -1,9 +1,9 @@
-"""Hostile logits through the kernel: every kind, every rule."""
+"""Hostile logits through the kernel: every kind, every rule, with and without a bias for selection."""
 
 import pytest
 import torch
 
-from tests.helpers.inputs import LOGITS, logits
+from tests.helpers.inputs import LOGITS, logits, normal
 from tests.moe.router.sides import Given, as_product, assert_meant, judge
 from tests.moe.router.test_selection import RULES
 
@@ -12,10 +12,12 @@ ROWS, N, K = 13, 32, 5
 
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("rule", RULES)
-def test_hostile_logits(kind, rule):
+@pytest.mark.parametrize("biased", [False, True])
+def test_hostile_logits(kind, rule, biased):
     x = logits(kind, ROWS, N, K)
     tokens, gate = as_product(x, torch.float32)
-    given = Given(tokens, gate, K, RULES[rule])
+    bias = normal(N, seed=7).mul(0.2).index_fill(0, torch.tensor(3), -torch.inf) if biased else None
+    given = Given(tokens, gate, K, RULES[rule], expert_bias=bias)
     got = given.route()
     assert_meant(got.logits, x)
     judge(given, got)

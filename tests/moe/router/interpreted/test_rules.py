@@ -8,7 +8,7 @@ import torch
 from envoi.ops.moe.router import Rule, preset
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import normal
-from tests.moe.router.sides import FIELDS, judge, judge_logits, looked_up, preset_call, random_call
+from tests.moe.router.sides import judge, judge_logits, looked_up, preset_call, random_call
 from tests.moe.router.test_exact import distinct_presets
 from tests.moe.router.test_selection import RULES
 
@@ -98,20 +98,6 @@ def test_a_rule_for_the_model_that_hashes():
     assert_same_bits(got.topk_ids.long(), table.flip(0))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_no_tokens_at_all(rule):
-    got = random_call(0, 32, HIDDEN, 4, RULES[rule]).route()
-    assert got.topk_ids.shape == got.topk_weights.shape == (0, 4)
-    assert got.logits.shape == got.dense.shape == (0, 32)
-    assert got.num_tokens_per_expert.tolist() == [0] * 32
-    assert got.expert_offsets.tolist() == [0] * 33
-
-
-def test_many_groups_are_left_to_torch():
-    given = random_call(M, 128, HIDDEN, 4, Rule("sigmoid", 64, 8, "top2_sum"))
-    judge(given, given.route())
-
-
 @pytest.mark.parametrize(("num_groups", "size"), [(3, 8), (5, 7), (32, 2), (4, 12), (2, 33)])
 @pytest.mark.parametrize("score", ["max", "top2_sum"])
 def test_groups_of_any_size(num_groups, size, score):
@@ -119,8 +105,3 @@ def test_groups_of_any_size(num_groups, size, score):
     given = random_call(M, num_groups * size, HIDDEN, 4, rule, expert_bias=normal(num_groups * size, seed=2) * 0.1)
     assert given.route(return_dense=True).logits is None
     judge(given, given.route())
-
-
-def test_all_fields_are_checked():
-    got = preset_call("deepseek-v3", M, HIDDEN).route()
-    assert all(getattr(got, field) is not None for field in FIELDS)

@@ -89,9 +89,8 @@ def producer(args):
             step = gl.minimum(source.k_end - source.k_begin, cfg.num_stages)
             k_begin += step
         for k in range(k_begin, source.k_end):
-            stage = step % cfg.num_stages
-            args.pipeline.wait_empty(step)
-            args.pipeline.fill(args.inputs, stage, source, k)
+            args.pipeline.ring.wait_empty(step)
+            args.pipeline.fill(args.inputs, args.pipeline.ring.stage(step), source, k)
             step += 1
 
 
@@ -141,9 +140,9 @@ class MultiplierArgs:
 
 @gluon.jit
 def multiplier(args):
-    """Role: start the products of each unit as its stages fill; tcgen05 commits signal `empty` and `complete`.
+    """Role: start the products of each unit as its stages fill; tcgen05 commits arrive on both rings.
 
-    Waits on `free` of the unit's accumulator and on `full` of each stage.
+    Waits on `empty` of the unit's accumulator and on `full` of each stage.
     """
     pipeline, accumulators, problem = args.pipeline, args.accumulators, args.problem
     cfg: gl.constexpr = problem.cfg
@@ -153,15 +152,15 @@ def multiplier(args):
     count = 0
     for u in range(gl.program_id(0), scheduler.num_units, gl.num_programs(0)):
         unit = scheduler.unit(u, num_k_steps)
-        turn = count % cfg.num_accumulators
-        accumulators.wait_free(count)
+        turn = accumulators.ring.stage(count)
+        accumulators.ring.wait_empty(count)
         for k in range(unit.k_begin, unit.k_end):
-            stage = step % cfg.num_stages
-            pipeline.wait_full(step)
+            stage = pipeline.ring.stage(step)
+            pipeline.ring.wait_full(step)
             start_product(pipeline, stage, accumulators.bufs.index(turn), args.factors, k > unit.k_begin)
-            tcgen05_commit(pipeline.empty.index(stage))
+            tcgen05_commit(pipeline.ring.empty.index(stage))
             step += 1
-        tcgen05_commit(accumulators.complete.index(turn))
+        tcgen05_commit(accumulators.ring.full.index(turn))
         count += 1
 
 
@@ -208,8 +207,8 @@ def epilogue(accumulators, args):
         tile = scheduler.tile(unit.tile)
         if cfg.split_k == 1:
             code.fetch_operands(args.descs, buffers.loads, buffers.loaded, tile.x, tile.y, cfg)
-        turn = count % cfg.num_accumulators
-        accumulators.wait_complete(count)
+        accumulators.ring.wait_full(count)
+        turn = accumulators.ring.stage(count)
         acc = accumulators.bufs.index(turn)
         is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
         is_empty = unit.k_begin >= unit.k_end
@@ -218,7 +217,7 @@ def epilogue(accumulators, args):
         if cfg.split_k > 1:
             if unit.is_split:
                 store_partial_sums(acc, is_empty, args.split_k, first_slot + unit.split, cfg)
-                release(accumulators.free.index(turn), True)
+                release(accumulators.ring.empty.index(turn), True)
                 is_complete = arrive(args.split_k.counters + share, cfg.split_k)
         if is_complete:
             if cfg.split_k > 1:
@@ -226,7 +225,7 @@ def epilogue(accumulators, args):
             own = args
             if problem.row_mode.is_grouped:
                 own = with_expert(args, gl.maximum(gl.minimum(tile.expert, problem.num_experts - 1), 0))
-            products = Products(acc, accumulators.free.index(turn), is_empty)
+            products = Products(acc, accumulators.ring.empty.index(turn), is_empty)
             out = OutputTile(tile.x, tile.y, tile.row_end, first_slot, unit.is_split)
             partials = apply_in_chunks(products, out, ChunkArgs(own, buffers, tiles_done), 0, cfg.block_y)
             tiles_done += 1

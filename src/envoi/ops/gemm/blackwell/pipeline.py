@@ -1,12 +1,10 @@
 """Shared-memory stages and tensor-memory accumulators of the Blackwell GEMM, with their barriers.
 
-    barrier   arrivals   who arrives                            who waits    parity awaited
-    full      1          TMA, with all bytes of a stage         multiplier   n & 1, n = step // num_stages
-    empty     1          tcgen05, once a stage's product ends   producer     (n & 1) ^ 1, n = step // num_stages
-    complete  1          tcgen05, once a tile's products end    epilogue     n & 1, n = tile // num_accumulators
-    free      1          the epilogue role, having read it      multiplier   (n & 1) ^ 1, n = tile // num_accumulators
-
-`step` counts fills and `tile` a CTA's units, both since the kernel began. No barrier is reset.
+ring          barrier   arrivals   who arrives                            who waits
+stages        full      1          TMA, with all bytes of a stage         multiplier
+              empty     1          tcgen05, once a stage's product ends   producer
+accumulators  full      1          tcgen05, once a tile's products end    epilogue
+              empty     1          the epilogue role, having read it      multiplier
 """
 
 import triton.experimental.gluon.language as gl
@@ -21,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from envoi.runtime.aggregate import aggregate
+from envoi.runtime.ring import Ring, new_barriers
 from envoi.runtime.triton_compat import role_barrier, tma_load
 
 
@@ -42,21 +41,8 @@ class Pipeline:
     y_bufs: gl.shared_memory_descriptor  # [num_stages, block_y, block_k]
     x_sf_bufs: gl.shared_memory_descriptor | gl.constexpr  # packed scale factors of each stage; None without any
     y_sf_bufs: gl.shared_memory_descriptor | gl.constexpr
-    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
-    full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
+    ring: Ring
     cfg: gl.constexpr  # BlackwellConfig
-
-    @gluon.jit
-    def wait_full(self, step):
-        """Multiplier: wait until the producer's step-th fill is complete."""
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
-
-    @gluon.jit
-    def wait_empty(self, step):
-        """Producer: wait until the products that read the stage's previous fill have ended."""
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
     @gluon.jit
     def fill(self, inputs, stage, source, k):
@@ -64,17 +50,17 @@ class Pipeline:
 
         source: a `Source`. `full` of the stage completes once all bytes have arrived.
         """
-        full = self.full.index(stage)
+        full = self.ring.full.index(stage)
         num_bytes: gl.constexpr = inputs.x.block_type.nbytes + inputs.y.block_type.nbytes
         if self.cfg.sf_group > 0:
-            mbarrier.expect(full, num_bytes + inputs.x_sf.block_type.nbytes + inputs.y_sf.block_type.nbytes)
+            self.ring.expect(stage, num_bytes + inputs.x_sf.block_type.nbytes + inputs.y_sf.block_type.nbytes)
             blocks: gl.constexpr = inputs.x_sf.block_type.shape[2]
             at = [0, source.x_block, k * blocks, 0, 0]
             tma_load(inputs.x_sf, at, full, self.x_sf_bufs.index(stage))
             at = [0, source.y_block, k * blocks, 0, 0]
             tma_load(inputs.y_sf, at, full, self.y_sf_bufs.index(stage))
         else:
-            mbarrier.expect(full, num_bytes)
+            self.ring.expect(stage, num_bytes)
         # A box counts elements as they are stored: two FP4 numbers are one.
         at = [source.x, k * inputs.x.block_type.shape[1]]
         tma_load(inputs.x, at, full, self.x_bufs.index(stage))
@@ -95,21 +81,7 @@ class Accumulators:
     """Accumulators in tensor memory, used alternately: the epilogue of one overlaps the products of the next."""
 
     bufs: tensor_memory_descriptor  # float32 [num_accumulators, block_x, block_y]
-    complete: gl.shared_memory_descriptor  # mbarriers [num_accumulators, 1]
-    free: gl.shared_memory_descriptor  # mbarriers [num_accumulators, 1]
-    cfg: gl.constexpr  # BlackwellConfig
-
-    @gluon.jit
-    def wait_complete(self, tile):
-        """Epilogue: wait until the products of this CTA's tile-th unit have ended."""
-        count: gl.constexpr = self.cfg.num_accumulators
-        mbarrier.wait(self.complete.index(tile % count), (tile // count) & 1)
-
-    @gluon.jit
-    def wait_free(self, tile):
-        """Multiplier: wait until the epilogue has read the accumulator's previous tile."""
-        count: gl.constexpr = self.cfg.num_accumulators
-        mbarrier.wait(self.free.index(tile % count), ((tile // count) & 1) ^ 1)
+    ring: Ring  # a step is one of this CTA's units
 
 
 @gluon.jit
@@ -131,19 +103,11 @@ def create_pipeline(inputs, cfg: gl.constexpr):
     shape: gl.constexpr = [cfg.num_accumulators, cfg.block_x, cfg.block_y]
     layout: gl.constexpr = TensorMemoryLayout((cfg.block_x, cfg.block_y), col_stride=1)
     accs = allocate_tensor_memory(gl.float32, shape, layout)
-    empty, full = barriers(cfg.num_stages), barriers(cfg.num_stages)
-    pipeline = Pipeline(x_bufs, y_bufs, x_sf_bufs, y_sf_bufs, empty, full, cfg)
-    complete, free = barriers(cfg.num_accumulators), barriers(cfg.num_accumulators)
-    return pipeline, factors, Accumulators(accs, complete, free, cfg)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """Allocate barriers that one arrival completes."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=1)
-    return bars
+    empty, full = new_barriers(cfg.num_stages, 1), new_barriers(cfg.num_stages, 1)
+    stages = Ring(full, empty, cfg.num_stages)
+    full, empty = new_barriers(cfg.num_accumulators, 1), new_barriers(cfg.num_accumulators, 1)
+    accumulators = Accumulators(accs, Ring(full, empty, cfg.num_accumulators))
+    return Pipeline(x_bufs, y_bufs, x_sf_bufs, y_sf_bufs, stages, cfg), factors, accumulators
 
 
 @gluon.jit
@@ -161,6 +125,6 @@ def factors_for(desc):
 
 @gluon.jit
 def release(free, pred):
-    """Epilogue: tell the multiplier, once all warps have read an accumulator, that it is free. free: its barrier."""
+    """Epilogue: tell the multiplier, once all warps have read an accumulator, that it is free. free: its `empty`."""
     role_barrier()
     mbarrier.arrive(free, count=1, pred=pred)

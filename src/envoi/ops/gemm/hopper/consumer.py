@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from envoi.ops.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
+from envoi.ops.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled
 from envoi.ops.gemm.hopper.pipeline import Pipeline, StageBoxes, Written
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler, Unit
@@ -123,9 +123,8 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
         tiles_multiplied += 1
     if args.trace is not None:
         if unit.k_end > unit.k_begin:
-            pipeline.wait_full(step)  # as the mainloop does first
+            pipeline.ring.wait_full(step)  # as the mainloop does first
     note_moment(args.trace, track, event, 1)
-    rest = None
     # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
     # less in the L2. Not where experts are mixed: those with few rows are to leave time to those with many.
     if skips_shares(cfg):
@@ -133,15 +132,13 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
         unit = Unit(unit.tile, unit.k_begin, unit.k_end - skipped, unit.split, unit.is_split)
     if args.is_block_scaled:
         scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
-        acc, step = accumulate_block_scaled(
+        accs, step = accumulate_block_scaled(
             pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.has_few_registers
         )
-    elif cfg.rest_y > 0:
-        acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
     else:
-        acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+        accs, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
     if skips_shares(cfg):
-        step = pipeline.skip(step, skipped)
+        step = pipeline.ring.skip(step, skipped)
     note_moment(args.trace, track, event, 2)
     if cfg.columns_ahead:
         epilogue.code.keep_columns(columns, buffers.columns)
@@ -150,9 +147,10 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
     first_slot = share * cfg.split_k
     if cfg.split_k > 1:
         if unit.is_split:
-            acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
+            acc, is_complete = epilogue.split_k.store(accs[0], share, first_slot, unit.split, cfg)
+            accs = (acc,)
     if is_complete & has_rows:
-        run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
+        run_epilogue(accs, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
         tiles_done += 1
     note_moment(args.trace, track, event, 3)
     return step, tiles_done, tiles_multiplied

@@ -27,8 +27,8 @@ has been issued.
     consumer 1                  | T mainloop 1 t       | epilogue 1     | T mainloop 3 t       | epilogue 3
 
     barrier   arrivals             who arrives                      who waits    parity awaited
-    full      1                    TMA, with all bytes of a stage   consumers    n & 1, n = step // num_stages
-    empty     consumers_per_tile   each consumer, after its wgmma   producer     (n & 1) ^ 1, n = step // num_stages
+    full      1                    TMA, with all bytes of a stage   consumers    see `Ring`
+    empty     consumers_per_tile   each consumer, after its wgmma   producer     see `Ring`
     turn      1                    the other consumer               consumer r   (n & 1) ^ (1 - r), n = tiles multiplied
     loaded    1                    TMA, an epilogue operand         consumer     n & 1, n = chunks read
 

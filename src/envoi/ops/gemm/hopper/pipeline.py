@@ -3,16 +3,7 @@
 A stage holds a tile's operands for block_k elements along K, as TMA boxes:
 
     x box [rows_per_consumer, block_k]   one for each consumer of the tile
-    y box [block_y, block_k]             one, shared by the consumers
-
-    two widths (`cfg.rest_y`): block_y = main_y + rest_y features, since no tensor has 96, 160 or 192
-
-        y box [main_y, block_k]          the first features
-        rest box [rest_y, block_k]       the others, in a buffer of their own, by a descriptor of their own
-
-    narrowed (`cfg.narrowed`): block_y tokens, which the tensor cores see as the first of tensor_y
-
-        y boxes [main_y, block_k], then boxes [small_box, block_k]     in one buffer, by a descriptor each
+    y box [block_y, block_k]             one, shared by the consumers; other kinds of tiles have several, see `y_boxes`
 
     wide tail tiles (`cfg.wide_tail_tiles`; h = rows_per_consumer, block_y = 2 h)
 
@@ -29,10 +20,8 @@ A stage holds a tile's operands for block_k elements along K, as TMA boxes:
         descriptor [2 * experts, N / 2, K], box [2, n, block_k] at (2 * expert, first feature, k)
         in shared memory [2 n, block_k]: an ordinary x or y box, n = rows_per_consumer / 2 or block_y / 2
 
-Barriers of a stage: `full` (1 arrival, the TMA transaction) and `empty` (one arrival for each consumer of a tile). Each
-completes once per round of the ring; the n-th fill of a stage waits for parity (n & 1) ^ 1 of `empty` and the n-th read
-for parity n & 1 of `full`. `step` counts fills since the kernel began: stage = step % num_stages,
-n = step // num_stages.
+The stages are a `Ring`: TMA completes `full`, with all bytes of a stage; each consumer of a tile arrives on `empty`.
+`step` counts fills since the kernel began.
 """
 
 import triton.experimental.gluon.language as gl
@@ -40,9 +29,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
+from envoi.ops.gemm.hopper.y_boxes import (
+    Narrowed,
+    OneWidth,
+    TwoWidths,
+    as_matrix,
+    corner,
+    new_y_boxes,
+    num_y_boxes,
+)
 from envoi.runtime.aggregate import Scalar, aggregate
-from envoi.runtime.barrier_setup import set_up_together
-from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
+from envoi.runtime.ring import Ring, new_barriers
+from envoi.runtime.triton_compat import role_barrier, tma_load
 
 TILE_WORDS = gl.constexpr(5)  # of a published tile: its index in the order, x, y // block_y, row_end, expert
 WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
@@ -61,14 +59,11 @@ class Pipeline:
     """Buffers and barriers of all stages."""
 
     x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k], or [.., 2, half of them, ..]
-    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, main_y, block_k], or [.., 2, half, ..]; if
-    # narrowed [num_stages * block_y / 8, 8, block_k], or [num_stages, tensor_y, block_k]: see `y_rows`
-    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
-    full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
-    rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
+    y: OneWidth | TwoWidths | Narrowed
+    ring: Ring
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
-    tile_ready: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages + 1, 1]; None without a ring
-    tile_ring: gl.shared_memory_descriptor | gl.constexpr  # int32 [(num_stages + 1) * TILE_WORDS, 1]
+    tiles: Ring | gl.constexpr  # num_stages + 1 published tiles, without `empty`; None where none is published
+    tile_words: gl.shared_memory_descriptor | gl.constexpr  # int32 [(num_stages + 1) * TILE_WORDS, 1]
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
@@ -77,64 +72,24 @@ class Pipeline:
     def create(x_desc, y_desc, rest_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them.
 
-        rest_desc: None in a tile of one width.
+        rest_desc: second descriptor of y, or None, see `new_y_boxes`.
         """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
-        y_shape: gl.constexpr = y_bufs_shape(y_desc.block_type.shape, cfg)
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-        if cfg.wide_tail_tiles:
-            y_bufs = reinterpret(x_bufs, y_desc.dtype, y_shape, y_desc.layout)
-        else:
-            y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
-        if cfg.rest_y > 0:
-            rest_shape: gl.constexpr = [cfg.num_stages] + rest_desc.block_type.shape
-            rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, rest_shape, rest_desc.layout)
-        else:
-            rest_bufs: gl.constexpr = None
-        empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
-        num_stages: gl.constexpr = cfg.num_stages
-        set_up_together()
-        for i in gl.static_range(num_stages):
-            mbarrier.init(empty.index(i), count=cfg.consumers_per_tile)
-            mbarrier.init(full.index(i), count=1)
+        y = new_y_boxes(y_desc, rest_desc, x_bufs, takes_halves, cfg)
+        ring = Ring.create(cfg.num_stages, 1, cfg.consumers_per_tile)
         if cfg.pingpong:
             turn = new_barriers(2, 1)
         else:
             turn: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, empty, full, rest_bufs, turn, None, None, takes_halves, cfg)
+        return Pipeline(x_bufs, y, ring, turn, None, None, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
         """Return x box i of a stage, [rows_per_consumer, block_k]."""
         return self.x_bufs.index(x_box_index(stage, i, self.cfg))
 
-    @gluon.jit
-    def y_box(self, stage, i):
-        """Return y box i of a stage, [tensor_y, block_k]."""
-        if self.cfg.narrowed:
-            return self.y_rows(stage, 0, self.cfg.tensor_y)
-        else:
-            return self.y_bufs.index(y_box_index(stage, i, self.cfg))
-
-    @gluon.jit
-    def y_rows(self, stage, FIRST: gl.constexpr, ROWS: gl.constexpr):
-        """Return ROWS rows of a stage's y from row FIRST on, if `narrowed`; those after block_y are another stage's."""
-        cfg: gl.constexpr = self.cfg
-        if cfg.stage_y == cfg.block_y:
-            shape: gl.constexpr = [ROWS, cfg.block_k]
-            eight = self.y_bufs.index(stage * (cfg.block_y // 8) + FIRST // 8)
-            return reinterpret(eight, eight.dtype, shape, eight.layout)
-        else:
-            return self.y_bufs.index(stage).slice(FIRST, ROWS)
-
     # consumer side
-
-    @gluon.jit
-    def wait_full(self, step):
-        """Consumer: wait until the producer's step-th fill is complete."""
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
 
     @gluon.jit
     def wait_for_tile(self, count):
@@ -146,42 +101,28 @@ class Pipeline:
         has read that step's tile. L1's end is published without a step; each end of L2 waits for a step, as if it had
         one. So in a ring of num_stages + 1 nothing is overwritten before it is read.
         """
-        ring: gl.constexpr = self.cfg.num_stages + 1
-        mbarrier.wait(self.tile_ready.index(count % ring), (count // ring) & 1)
-        word = count % ring * TILE_WORDS
-        x, row_end = get_word(self.tile_ring, word + 1), get_word(self.tile_ring, word + 3)
+        self.tiles.wait_full(count)
+        word = self.tiles.stage(count) * TILE_WORDS
+        x, row_end = get_word(self.tile_words, word + 1), get_word(self.tile_words, word + 3)
         # A multiple of the tile's features, as the compiler has to know: it would store byte after byte otherwise.
-        y = get_word(self.tile_ring, word + 2) * self.cfg.block_y
-        return get_word(self.tile_ring, word), Tile(x, y, row_end, get_word(self.tile_ring, word + 4))
+        y = get_word(self.tile_words, word + 2) * self.cfg.block_y
+        return get_word(self.tile_words, word), Tile(x, y, row_end, get_word(self.tile_words, word + 4))
 
     @gluon.jit
     def operands(self, step, boxes):
         """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, tensor_y] of a stage."""
+        return self.x_operand(step, boxes), self.y_operand(step, boxes, 0)
+
+    @gluon.jit
+    def x_operand(self, step, boxes):
+        """Consumer: return x [rows_per_consumer, block_k] of a stage."""
         cfg: gl.constexpr = self.cfg
-        stage = step % cfg.num_stages
-        x = as_matrix(self.x_box(stage, boxes.x), cfg.rows_per_consumer, cfg.block_k)
-        y = as_matrix(self.y_box(stage, boxes.y), cfg.tensor_y, cfg.block_k)
-        return x, y.permute((1, 0))
+        return as_matrix(self.x_box(self.ring.stage(step), boxes.x), cfg.rows_per_consumer, cfg.block_k)
 
     @gluon.jit
-    def rest(self, step):
-        """Consumer: return the y.T [block_k, rest_y] of a stage's rest box."""
-        cfg: gl.constexpr = self.cfg
-        return as_matrix(self.rest_bufs.index(step % cfg.num_stages), cfg.rest_y, cfg.block_k).permute((1, 0))
-
-    @gluon.jit
-    def release(self, step, pred=True):
-        """Consumer: hand the stage of a step back to the producer. The wgmma that read it must have completed."""
-        mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1, pred=pred)
-
-    @gluon.jit
-    def skip(self, step, num_steps):
-        """Consumer: hand back the stages of so many steps as they fill, unread; return the next step."""
-        for _ in range(num_steps):
-            self.wait_full(step)
-            self.release(step)
-            step += 1
-        return step
+    def y_operand(self, step, boxes, WIDTH: gl.constexpr):
+        """Consumer: return the y.T of a stage for accumulator WIDTH, [block_k, its columns]."""
+        return self.y.operand(self.ring.stage(step), boxes.y, WIDTH)
 
     # pingpong: two consumers, each with its own tiles, use the tensor cores alternately
 
@@ -203,39 +144,33 @@ class Pipeline:
     # producer side
 
     @gluon.jit
-    def wait_empty(self, step):
-        """Producer: wait until all consumers have released the stage's previous fill."""
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
-
-    @gluon.jit
     def publish_tile(self, count, index, tile):
         """Producer: publish the CTA's count-th tile and its index to consumers, which needn't search for its expert.
 
         index: in the order; 2 p and 2 p + 1 for the tiles of pair p. The tile's token rows are in memory. The caller
         has waited for the tile's first stage to be empty.
         """
-        slot = count % (self.cfg.num_stages + 1)
-        put_word(self.tile_ring, slot * TILE_WORDS + 1, tile.x)
-        put_word(self.tile_ring, slot * TILE_WORDS + 2, tile.y // self.cfg.block_y)
-        put_word(self.tile_ring, slot * TILE_WORDS + 3, tile.row_end)
-        put_word(self.tile_ring, slot * TILE_WORDS + 4, tile.expert)
-        self.publish(slot, index)
+        word = self.tiles.stage(count) * TILE_WORDS
+        put_word(self.tile_words, word + 1, tile.x)
+        put_word(self.tile_words, word + 2, tile.y // self.cfg.block_y)
+        put_word(self.tile_words, word + 3, tile.row_end)
+        put_word(self.tile_words, word + 4, tile.expert)
+        self.publish(count, index)
 
     @gluon.jit
     def publish_end(self, count):
         """Producer: publish that there is no count-th tile. The caller has waited as for a tile."""
-        self.publish(count % (self.cfg.num_stages + 1), -1)
+        self.publish(count, -1)
 
     @gluon.jit
-    def publish(self, slot, index):
-        """Producer: complete a slot of `tile_ring` with the tile's index, and let consumers read it."""
-        put_word(self.tile_ring, slot * TILE_WORDS, index)
+    def publish(self, count, index):
+        """Producer: complete the words of the count-th tile with its index, and let consumers read them."""
+        put_word(self.tile_words, self.tiles.stage(count) * TILE_WORDS, index)
         role_barrier()  # one lane arrives, for the words of all
-        mbarrier.arrive(self.tile_ready.index(slot), count=1)
+        self.tiles.arrive_full(count)
 
     @gluon.jit
-    def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
+    def fill(self, x_desc, y_desc, rest_desc, stage, tile, k, IS_LOW: gl.constexpr):
         """Producer: start the TMA loads of a tile's elements [k, k + block_k) into a free stage.
 
         IS_LOW: the tile has one x box only; the second one's rows are after the expert's last. `full` of the stage
@@ -243,7 +178,7 @@ class Pipeline:
         """
         self.expect(x_desc, y_desc, stage, IS_LOW)
         self.load_x(x_desc, stage, tile, k, IS_LOW)
-        self.load_y(y_desc, stage, tile, k, IS_LOW)
+        self.y.load(y_desc, rest_desc, self.ring.full.index(stage), stage, tile, k, IS_LOW)
 
     @gluon.jit
     def expect(self, x_desc, y_desc, stage, IS_LOW: gl.constexpr):
@@ -252,52 +187,15 @@ class Pipeline:
             num_x_boxes(IS_LOW, self.cfg) * x_desc.block_type.nbytes
             + num_y_boxes(IS_LOW, self.cfg) * y_desc.block_type.nbytes * self.cfg.block_y // self.cfg.main_y
         )
-        mbarrier.expect(self.full.index(stage), num_bytes)
+        self.ring.expect(stage, num_bytes)
 
     @gluon.jit
     def load_x(self, x_desc, stage, tile, k, IS_LOW: gl.constexpr):
         """Producer: start the TMA loads of a stage's x boxes."""
         cfg: gl.constexpr = self.cfg
         for i in gl.static_range(num_x_boxes(IS_LOW, cfg)):
-            at = self.corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, cfg.swap_ab)
-            tma_load(x_desc, at, self.full.index(stage), self.x_box(stage, i))
-
-    @gluon.jit
-    def load_y(self, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
-        """Producer: start the TMA loads of a stage's y boxes; if `narrowed`, of those that have main_y rows."""
-        cfg: gl.constexpr = self.cfg
-        if cfg.narrowed:
-            for i in gl.static_range(cfg.block_y // cfg.main_y):
-                at = [tile.y + i * cfg.main_y, k]
-                tma_load(y_desc, at, self.full.index(stage), self.y_rows(stage, i * cfg.main_y, cfg.main_y))
-        else:
-            for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
-                at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
-                tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
-
-    @gluon.jit
-    def load_rest(self, rest_desc, stage, tile, k):
-        """Producer: start the TMA load of a stage's rest box, whose bytes `expect` has counted."""
-        at = self.corner(tile.y + self.cfg.main_y, 0, k, True)
-        tma_load(rest_desc, at, self.full.index(stage), self.rest_bufs.index(stage))
-
-    @gluon.jit
-    def load_small_boxes(self, small_desc, stage, tile, k):
-        """Producer: start the TMA loads of a stage's other y boxes, if `narrowed`; `expect` has counted their bytes."""
-        cfg: gl.constexpr = self.cfg
-        box: gl.constexpr = cfg.small_box
-        first: gl.constexpr = cfg.block_y // cfg.main_y * cfg.main_y
-        for i in gl.static_range((cfg.block_y - first) // box):
-            at = [tile.y + first + i * box, k]
-            tma_load(small_desc, at, self.full.index(stage), self.y_rows(stage, first + i * box, box))
-
-    @gluon.jit
-    def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):
-        """Return the coordinates of a box in its descriptor. row: of the tile, from `weights_tile`."""
-        if self.takes_halves and IS_WEIGHTS:
-            return [2 * expert, row // 2, k]
-        else:
-            return [row, k]
+            at = corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, self.takes_halves and cfg.swap_ab)
+            tma_load(x_desc, at, self.ring.full.index(stage), self.x_box(stage, i))
 
 
 @aggregate
@@ -307,38 +205,26 @@ class Written:
     Consumers arrive, and another role waits for each unit's turn and notes it.
     """
 
-    written: gl.shared_memory_descriptor  # mbarriers [WRITTEN_RING, 1]: consumers arrive
-    noted: gl.shared_memory_descriptor  # mbarriers [WRITTEN_RING, 1]: who waits for `written` arrives
+    ring: Ring  # full: consumers arrive; empty: who waits for `full` arrives
 
     @staticmethod
     @gluon.jit
     def create(num_consumers: gl.constexpr):
         """Allocate the barriers and initialise them. The caller fences before any role uses them."""
-        return Written(new_barriers(WRITTEN_RING, num_consumers), new_barriers(WRITTEN_RING, 1))
+        return Written(Ring(new_barriers(WRITTEN_RING, num_consumers), new_barriers(WRITTEN_RING, 1), WRITTEN_RING))
 
     @gluon.jit
     def arrive(self, n):
         """Consumer: signal that the CTA's n-th unit is written: a role that waits sees what all warps have written."""
-        slot = n % WRITTEN_RING
-        mbarrier.wait(self.noted.index(slot), ((n // WRITTEN_RING) & 1) ^ 1)
+        self.ring.wait_empty(n)
         role_barrier()
-        mbarrier.arrive(self.written.index(slot), count=1)
+        self.ring.arrive_full(n)
 
     @gluon.jit
     def wait(self, n):
         """Wait until the CTA's n-th unit is written, and let consumers go on."""
-        slot = n % WRITTEN_RING
-        mbarrier.wait(self.written.index(slot), (n // WRITTEN_RING) & 1)
-        mbarrier.arrive(self.noted.index(slot), count=1)
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """Allocate mbarriers [COUNT, 1], and initialise each for so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
+        self.ring.wait_full(n)
+        self.ring.release(n)
 
 
 @gluon.jit
@@ -361,34 +247,6 @@ def num_x_boxes(is_low, cfg):
     return 1 if is_low else cfg.consumers_per_tile
 
 
-@gluon.constexpr_function
-def num_y_boxes(is_low, cfg):
-    """Return the number of y boxes that a stage of a tile has."""
-    return cfg.y_boxes_per_stage if is_low else 1
-
-
-@gluon.constexpr_function
-def y_bufs_shape(box, cfg):
-    """Return the shape of y's buffers for boxes of this shape.
-
-    If narrowed, in eights of rows where Triton views those as more, else with room for as many as the accumulator has.
-    """
-    if not cfg.narrowed:
-        return [cfg.num_stages * cfg.y_boxes_per_stage, *box]
-    if cfg.stage_y == cfg.block_y:
-        return [cfg.num_stages * (cfg.block_y // 8), 8, box[1]]
-    return [cfg.num_stages, cfg.tensor_y, box[1]]
-
-
-@gluon.jit
-def as_matrix(box, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return a box of shared memory, [ROWS, COLUMNS] or [2, ROWS / 2, COLUMNS], as [ROWS, COLUMNS]."""
-    if len(box.shape) == 3:
-        return box.reshape((ROWS, COLUMNS))
-    else:
-        return box
-
-
 @gluon.jit
 def x_box_index(stage, i, cfg: gl.constexpr):
     """Return the index in `x_bufs` of x box i of a stage; the picture above shows why wide tail tiles differ."""
@@ -396,9 +254,3 @@ def x_box_index(stage, i, cfg: gl.constexpr):
         return 4 * cfg.num_stages + stage + i * (stage - 2 * cfg.num_stages)
     else:
         return stage * cfg.consumers_per_tile + i
-
-
-@gluon.jit
-def y_box_index(stage, i, cfg: gl.constexpr):
-    """Return the index in `y_bufs` of y box i of a stage."""
-    return stage + i * cfg.num_stages

@@ -112,12 +112,8 @@ def load_steps(args, step, k_begin, k_end, tile, IS_LOW: gl.constexpr, IS_FRESH:
     for k in range(k_begin, k_end):
         stage = step
         if not IS_FRESH:
-            stage = step % cfg.num_stages
-            args.pipeline.wait_empty(step)
-        args.pipeline.fill(args.x_desc, args.y_desc, stage, tile, k * cfg.block_k, IS_LOW)
-        if cfg.rest_y > 0:
-            args.pipeline.load_rest(args.rest_desc, stage, tile, k * cfg.block_k)
-        if cfg.narrowed:
-            args.pipeline.load_small_boxes(args.rest_desc, stage, tile, k * cfg.block_k)
+            stage = args.pipeline.ring.stage(step)
+            args.pipeline.ring.wait_empty(step)
+        args.pipeline.fill(args.x_desc, args.y_desc, args.rest_desc, stage, tile, k * cfg.block_k, IS_LOW)
         step += 1
     return step

@@ -105,11 +105,11 @@ def of_tile(tile, epilogue):
 
 
 @gluon.jit
-def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue, rest=None):
-    """Apply the epilogue to a consumer's accumulator; with row reductions, the row's last tile completes them.
+def run_epilogue(accs, tile, first_slot, is_split, tiles_done, buffers, epilogue):
+    """Apply the epilogue to a consumer's accumulators; with row reductions, the row's last tile completes them.
 
-    tile: the corner of the consumer's share. rest: in a tile of two widths the accumulator of the columns after those
-    of `acc`. Called by all warps of the consumer.
+    accs: a tuple, of one or in a tile of two widths of two; the second has the columns after those of the first.
+    tile: the corner of the consumer's share. Called by all warps of the consumer.
     """
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
@@ -118,22 +118,27 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
     if cfg.split_k > 1:
         code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
     own = of_tile(tile, epilogue)
-    if code.takes_halves:
-        acc = interleave_gate_up(acc, cfg)
-    acc = to_token_major(acc, cfg)
+    acc = as_chunked(accs[0], code, cfg)
     m_end = gl.minimum(tile.row_end, m + cfg.block_y) if cfg.narrowed else tile.row_end
     out = OutputTile(m, n, m_end, first_slot, is_split)
     chunks = ChunkArgs(own, buffers, tiles_done)
     partials = apply_in_chunks(acc, out, chunks, 0)
-    if rest is None:
+    if len(accs) == 1:
         complete_rows(partials, out, epilogue, acc.shape[1])
     else:
-        if code.takes_halves:
-            rest = interleave_gate_up(rest, cfg)
+        rest = as_chunked(accs[1], code, cfg)
         others = apply_in_chunks(rest, out, chunks, acc.shape[1])
         if code.partials > 0:
             partials = code.merge(partials, laid_out_like(others, partials))
         complete_rows(partials, out, epilogue, acc.shape[1] + rest.shape[1])
+
+
+@gluon.jit
+def as_chunked(acc, code: gl.constexpr, cfg: gl.constexpr):
+    """Return an accumulator as chunks are cut from it: [tokens, features], gate and up in turn."""
+    if code.takes_halves:
+        acc = interleave_gate_up(acc, cfg)
+    return to_token_major(acc, cfg)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ caches: hence at most two consumers of 8 warps, and a short loop. `pipeline.py` 
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
@@ -50,7 +50,7 @@ def weights_producer(args):
 
     Waits on `empty` before each fill.
     """
-    pipeline, problem = args.pipeline, args.problem
+    pipeline, problem, ring = args.pipeline, args.problem, args.pipeline.ring
     cfg: gl.constexpr = pipeline.cfg
     num_bytes: gl.constexpr = args.w_desc.block_type.nbytes
     words: gl.constexpr = args.w_desc.block_type.shape[1]
@@ -63,15 +63,15 @@ def weights_producer(args):
         row = tile.x + tile.expert * problem.N
         for span in range(unit.k_begin, unit.k_end):
             for part in gl.static_range(steps_per_span):
-                stage = step % cfg.num_stages
-                full = pipeline.full.index(stage)
-                pipeline.wait_empty(step)
+                stage = ring.stage(step)
+                full = ring.full.index(stage)
+                ring.wait_empty(step)
                 if part == 0:
-                    mbarrier.expect(full, num_bytes + args.sf_desc.block_type.nbytes)
+                    ring.expect(stage, num_bytes + args.sf_desc.block_type.nbytes)
                     sf_buf = pipeline.sf_bufs.index(step // steps_per_span % cfg.num_sf_spans)
                     tma_load(args.sf_desc, [row, span * (SPAN // 128)], full, sf_buf)
                 else:
-                    mbarrier.expect(full, num_bytes)
+                    ring.expect(stage, num_bytes)
                 k = span * steps_per_span + part
                 tma_load(args.w_desc, [row, k * words], full, pipeline.w_bufs.index(stage))
                 step += 1
@@ -92,7 +92,7 @@ def tokens_producer(args):
 
     Waits for that kernel, then on `empty` before each fill.
     """
-    pipeline, problem = args.pipeline, args.problem
+    pipeline, problem, ring = args.pipeline, args.problem, args.pipeline.ring
     cfg: gl.constexpr = pipeline.cfg
     steps_per_span: gl.constexpr = SPAN // cfg.block_k
     scheduler = TileScheduler.create(problem)
@@ -102,10 +102,10 @@ def tokens_producer(args):
         unit = scheduler.unit(u, gl.cdiv(problem.K, SPAN))
         tile = scheduler.tile(unit.tile)
         for k in range(steps_per_span * unit.k_begin, steps_per_span * unit.k_end):
-            stage = step % cfg.num_stages
-            full = pipeline.full.index(stage)
-            pipeline.wait_empty(step)
-            mbarrier.expect(full, args.x_desc.block_type.nbytes)
+            stage = ring.stage(step)
+            full = ring.full.index(stage)
+            ring.wait_empty(step)
+            ring.expect(stage, args.x_desc.block_type.nbytes)
             at = [tile.y, k * cfg.block_k]
             tma_load(args.x_desc, at, full, pipeline.x_bufs.index(stage))
             step += 1
@@ -133,7 +133,7 @@ def consumer(args, role: gl.constexpr):
         acc, step = accumulate(args.pipeline, step, unit.k_end - unit.k_begin, role)
         tile = Tile(tile.x + role * cfg.rows_per_consumer, tile.y, tile.row_end, tile.expert)
         if tile.x < problem.N:
-            run_epilogue(in_order(acc), tile, 0, False, 0, buffers, args.epilogue)
+            run_epilogue((in_order(acc),), tile, 0, False, 0, buffers, args.epilogue)
 
 
 # Kernels for other divisors of these numbers, which vary from call to call, would have the same machine code.

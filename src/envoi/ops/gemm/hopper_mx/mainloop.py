@@ -204,6 +204,7 @@ def accumulate(pipeline, step, num_spans, role: gl.constexpr):
     while the next is widened. Waits on `full` of each stage, releases it once its last wgmma has completed.
     """
     cfg: gl.constexpr = pipeline.cfg
+    ring = pipeline.ring
     rows: gl.constexpr = cfg.rows_per_consumer
     steps_per_span: gl.constexpr = SPAN // cfg.block_k
     num_products: gl.constexpr = cfg.block_k // AT_ONCE
@@ -213,8 +214,8 @@ def accumulate(pipeline, step, num_spans, role: gl.constexpr):
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
     acc = gl.full((rows, cfg.block_y), 0.0, gl.float32, layout)
     for _s in range(steps_per_span * num_spans):
-        stage = step % cfg.num_stages
-        pipeline.wait_full(step)
+        stage = ring.stage(step)
+        ring.wait_full(step)
         sf_buf = pipeline.sf_bufs.index(step // steps_per_span % cfg.num_sf_spans).slice(role * rows, rows, 0)
         factors = factor_words(sf_buf, step, cfg)
         steps = large(factors[0] | factors[-1])
@@ -225,6 +226,6 @@ def accumulate(pipeline, step, num_spans, role: gl.constexpr):
             w = widen(words[h], factors_of(factors[h // 2], h, cfg.bits), steps, dot, cfg)
             acc = warpgroup_mma(w, x.slice(h * AT_ONCE, AT_ONCE, 1).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1 if h + 1 < num_products else 0, deps=(acc,))
-        pipeline.release(step)
+        ring.release(step)
         step += 1
     return acc, step

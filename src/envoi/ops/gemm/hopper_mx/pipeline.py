@@ -4,9 +4,9 @@
             tokens   bf16 [block_y, block_k]  loaded once the kernel that widens them has ended
     span:   scale factors of 512 elements of K, int32 [block_x, 4]; loaded with the span's first stage
 
-    barrier   arrivals        who arrives                          who waits        parity, n = step // num_stages
-    full      2               TMA of weights, TMA of tokens        consumers        n & 1
-    empty     num_consumers   each consumer, after its last wgmma  both producers   (n & 1) ^ 1
+    barrier of `Ring`   arrivals        who arrives                          who waits
+    full                2               TMA of weights, TMA of tokens        consumers
+    empty               num_consumers   each consumer, after its last wgmma  both producers
 
 A span's factors need no barrier: they are part of its first stage's bytes, and there is room for as many spans as the
 stages in flight can belong to.
@@ -14,23 +14,21 @@ stages in flight can belong to.
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.runtime.aggregate import aggregate
-from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.ring import Ring
 
 SPAN = gl.constexpr(512)  # elements along K whose scale factors are loaded at once: 16 bytes a row
 
 
 @aggregate
 class MxPipeline:
-    """Buffers and barriers of all stages. `step` counts fills since the kernel began: stage = step % num_stages."""
+    """Buffers and barriers of all stages."""
 
     w_bufs: gl.shared_memory_descriptor  # int32 [num_stages, block_x, words]
     sf_bufs: gl.shared_memory_descriptor  # int32 [num_sf_spans, block_x, 4]
     x_bufs: gl.shared_memory_descriptor  # bf16 [num_stages, block_y, block_k]
-    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
-    full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
+    ring: Ring
     cfg: gl.constexpr  # MxConfig
 
     @staticmethod
@@ -43,28 +41,4 @@ class MxPipeline:
         w_bufs = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
         sf_bufs = gl.allocate_shared_memory(sf_desc.dtype, sf_shape, sf_desc.layout)
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-        empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
-        num_stages: gl.constexpr = cfg.num_stages
-        set_up_together()
-        for i in gl.static_range(num_stages):
-            mbarrier.init(empty.index(i), count=cfg.num_consumers)
-            mbarrier.init(full.index(i), count=2)
-        return MxPipeline(w_bufs, sf_bufs, x_bufs, empty, full, cfg)
-
-    @gluon.jit
-    def wait_full(self, step):
-        """Consumer: wait until the stage's weights and tokens have been loaded."""
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
-
-    @gluon.jit
-    def release(self, step):
-        """Consumer: hand the stage back to both producers."""
-        mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1)
-
-    @gluon.jit
-    def wait_empty(self, step):
-        """Producer: wait until all consumers have released the stage's previous fill."""
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
+        return MxPipeline(w_bufs, sf_bufs, x_bufs, Ring.create(cfg.num_stages, 2, cfg.num_consumers), cfg)

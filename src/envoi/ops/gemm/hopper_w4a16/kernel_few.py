@@ -37,16 +37,8 @@ from envoi.epilogues.device import plus
 from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
-from envoi.ops.gemm.hopper_w4a16.fragments import (
-    TAME,
-    Weights,
-    by_thread,
-    either,
-    int4_factors,
-    int4_to_e4m3,
-    row_factors,
-    to_e4m3,
-)
+from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier

@@ -18,9 +18,9 @@ While the tensor cores multiply 64 of K, a consumer widens the next: products of
 last tile may be as narrow as its rows allow (`tile_scheduler`). Configs may also have two consumers, which share a
 tile's tokens and have the next features each.
 
-    barrier   arrivals                           who waits   parity awaited
-    full      1: TMA, all bytes of a stage       consumers   n & 1, n = step // num_stages
-    empty     1 or 2: consumers after products   producer    (n & 1) ^ 1
+    barrier of `Ring`   arrivals                           who waits
+    full                1: TMA, all bytes of a stage       consumers
+    empty               1 or 2: consumers after products   producer
 """
 
 from typing import Any, NamedTuple
@@ -29,21 +29,21 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogues.tile_gluon import halves
+from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, of_tile, run_epilogue
 from envoi.ops.gemm.hopper.tile_scheduler import Tile
 from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
 from envoi.ops.gemm.hopper_w4a8.widening import by_block, operands, pairs_layout, words_layout, words_of_pairs
-from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, int4_to_bf16, to_bf16
+from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
+from envoi.ops.gemm.hopper_w4a16.int4 import int4_to_bf16
 from envoi.runtime.aggregate import aggregate
-from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.ring import Ring
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
 
@@ -64,11 +64,10 @@ class Stages:
     tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128] or bf16 [num_stages, block_y, 64]
     words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2 * steps_per_stage, 256]
     factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, steps_per_stage, factor_words]
-    # int16 [num_stages * row tiles, 2, 32], of which every other row is used, since TMA writes to multiples of 128 bytes;
-    # or int32 [.., 1, 32]; factors again if there are no zero points.
+    # int16 [num_stages * row tiles, 2, 32], every other row unused, as TMA writes to multiples of 128 bytes; or int32
+    # [.., 1, 32]; factors again if there are no zero points.
     zeros: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
-    full: gl.shared_memory_descriptor
+    ring: Ring
     cfg: gl.constexpr
 
     @staticmethod
@@ -85,13 +84,7 @@ class Stages:
         else:
             rows: gl.constexpr = 2 // cfg.int4.per_step
             zeros = gl.allocate_shared_memory(z_desc.dtype, [num_tiles, rows, 32], z_desc.layout)
-        empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-        set_up_together()
-        for i in gl.static_range(num_stages):
-            mbarrier.init(empty.index(i), count=cfg.num_consumers)
-            mbarrier.init(full.index(i), count=1)
-        return Stages(tokens, words, factors, zeros, empty, full, cfg)
+        return Stages(tokens, words, factors, zeros, Ring.create(num_stages, 1, cfg.num_consumers), cfg)
 
     @gluon.jit
     def fill(self, descs, step, tile, width, first_tile, k_stage):
@@ -100,8 +93,8 @@ class Stages:
         step: since the kernel began. Of row tiles after an expert's last one no product is used.
         """
         cfg: gl.constexpr = self.cfg
-        stage = step % cfg.num_stages
-        mbarrier.wait(self.empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
+        stage = self.ring.stage(step)
+        self.ring.wait_empty(step)
         if cfg.widths == 1:
             self.fill_tokens(descs, stage, tile.y, k_stage, 0)
         else:
@@ -110,10 +103,11 @@ class Stages:
         for r in gl.static_range(num_row_tiles):
             row_tile = (first_tile + r) * cfg.num_steps + k_stage * cfg.steps_per_stage
             slot = stage * num_row_tiles + r
-            tma_load(descs.words, [row_tile * 2, 0], self.full.index(stage), self.words.index(slot))
-            tma_load(descs.factors, [row_tile, 0], self.full.index(stage), self.factors.index(slot))
+            tma_load(descs.words, [row_tile * 2, 0], self.ring.full.index(stage), self.words.index(slot))
+            tma_load(descs.factors, [row_tile, 0], self.ring.full.index(stage), self.factors.index(slot))
             if descs.zeros is not None:
-                tma_load(descs.zeros, [row_tile, 0], self.full.index(stage), self.zeros.index(slot).slice(0, 1, 0))
+                zeros = self.zeros.index(slot).slice(0, 1, 0)
+                tma_load(descs.zeros, [row_tile, 0], self.ring.full.index(stage), zeros)
 
     @gluon.jit
     def fill_by_width(self, descs, stage, token, k_stage, width):
@@ -131,9 +125,9 @@ class Stages:
     def fill_tokens(self, descs, stage, token, k_stage, WIDTH: gl.constexpr):
         """Producer: expect all bytes of a stage, and load its tokens: all, or as many boxes as a narrower tile has."""
         num_row_tiles: gl.constexpr = self.cfg.num_row_tiles
-        full = self.full.index(stage)
+        full = self.ring.full.index(stage)
         tile_bytes: gl.constexpr = descs.words.block_type.nbytes + descs.factors.block_type.nbytes + self.cfg.zero_bytes
-        mbarrier.expect(full, (descs.tokens.block_type.nbytes >> WIDTH) + tile_bytes * num_row_tiles)
+        self.ring.expect(stage, (descs.tokens.block_type.nbytes >> WIDTH) + tile_bytes * num_row_tiles)
         if WIDTH == 0:
             tma_load(descs.tokens, [token, k_stage * self.cfg.block_k], full, self.tokens.index(stage))
         else:
@@ -143,21 +137,16 @@ class Stages:
                 tma_load(descs.few_tokens, [token + i * box, k_stage * self.cfg.block_k], full, to)
 
     @gluon.jit
-    def wait(self, step):
-        """Consumer: wait until the stage of a step has been loaded."""
-        mbarrier.wait(self.full.index(step % self.cfg.num_stages), (step // self.cfg.num_stages) & 1)
-
-    @gluon.jit
     def tokens_of(self, step, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
         """Consumer: return the first T tokens of COUNT elements of K from FIRST on, [COUNT, T]."""
-        tokens = self.tokens.index(step % self.cfg.num_stages)
+        tokens = self.tokens.index(self.ring.stage(step))
         return tokens.slice(0, T, 0).slice(FIRST, COUNT, 1).permute((1, 0))
 
     @gluon.jit
     def multiply(self, step, row_tile, acc, lut, PART: gl.constexpr, dot: gl.constexpr):
         """Consumer: widen a tile of weights, part PART of a stage along K, and start its products with the tokens."""
         T: gl.constexpr = acc.shape[1]
-        slot = step % self.cfg.num_stages * self.cfg.num_row_tiles + row_tile
+        slot = self.ring.stage(step) * self.cfg.num_row_tiles + row_tile
         words = self.words.index(slot).slice(2 * PART, 2, 0).load(words_layout)
         factors = self.factors.index(slot).slice(PART, 1, 0)
         if self.cfg.widened == "e4m3":
@@ -179,11 +168,6 @@ class Stages:
             return int4_to_bf16(by_block(words), factors, zeros, dot, form.per_step, form.half)
         else:
             return int4_to_bf16(by_block(words), factors, None, dot, form.per_step, form.half)
-
-    @gluon.jit
-    def release(self, step):
-        """Consumer: give the stage of a step back. Products that read it must have completed."""
-        mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1)
 
 
 @gluon.jit
@@ -212,25 +196,16 @@ def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot:
     in_flight: gl.constexpr = row_tiles * each  # products of a step: of FP8 two for each row tile
     for i in gl.static_range(STEPS):
         if i % each == 0:
-            stages.wait(step + i // each)
+            stages.ring.wait_full(step + i // each)
         made = ()
         for r in gl.static_range(row_tiles):
             acc = stages.multiply(step + i // each, R * row_tiles + r, accs[r], lut, i % each, dot)
             made = made + (acc,)
         accs = waited(made, in_flight if i + 1 < STEPS else 0)
         if i > 0 and i % each == 0:
-            stages.release(step + i // each - 1)
-    stages.release(step + (STEPS - 1) // each)
+            stages.ring.release(step + i // each - 1)
+    stages.ring.release(step + (STEPS - 1) // each)
     return accs
-
-
-@gluon.jit
-def waited(accs, OUTSTANDING: gl.constexpr):
-    """Return the accumulators once at most so many products are in flight."""
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs),)
-    else:
-        return warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=accs)
 
 
 @gluon.jit
@@ -310,7 +285,7 @@ def finish_rows(accs, tile, buffers, epilogue):
         x = tile.x + r * 64
         if x < epilogue.problem.N:
             acc = gl.permute(by_token(accs[r]), (1, 0))
-            run_epilogue(acc, Tile(x, tile.y, tile.row_end, tile.expert), 0, False, 0, buffers, epilogue)
+            run_epilogue((acc,), Tile(x, tile.y, tile.row_end, tile.expert), 0, False, 0, buffers, epilogue)
 
 
 @gluon.constexpr_function

@@ -36,15 +36,15 @@ first. With few rows an expert L1 has one consumer, and L2 two that have tiles i
     LEFT                        a producer: it waits for no more      nobody
 
     barrier, in shared memory   arrivals                              waits
-    written [ring of 4]         consumers, each unit and the end      the signaler, before it adds to WRITTEN
-    noted [ring of 4]           1: the signaler, each unit and end consumers, before they arrive on `written` again
-    tile_ready [num_stages + 1] 1: the producer, each tile and end    consumers, before they read its corner
+    written, full [ring of 4]   consumers, each unit and the end      the signaler, before it adds to WRITTEN
+    written, empty [ring of 4]  1: the signaler, each unit and end    consumers, before they arrive on `full` again
+    tiles, full [stages + 1]    1: the producer, each tile and end    consumers, before they read its corner
     ended                       1: the producer, after L1's tiles     a consumer that has none of them
 
 An addition to WRITTEN releases at GPU scope what the consumers had written when they arrived; a wait acquires
 it, and orders it before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load
 does, microseconds; the signaler waits for it, and consumers go on. They read the factors of hidden rows by plain loads,
-after `tile_ready`.
+after the tile's `full`.
 
 A CTA waits only for units that a running one has taken: CTAs may start when others have ended, next to whatever else
 the GPU runs. Nothing outlives a launch: a CUDA graph replays it.

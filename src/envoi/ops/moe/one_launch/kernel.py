@@ -6,13 +6,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from envoi.ops.gemm.hopper.consumer import ConsumerArgs, consume_broadcast_tiles
 from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
-from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, get_word, new_barriers, put_word
+from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, get_word, put_word
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
+from envoi.ops.gemm.hopper.y_boxes import OneWidth
 from envoi.ops.moe.one_launch import config
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.ring import Ring, new_barriers
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
@@ -223,14 +225,14 @@ def producer(args):
             note_begin(first.trace, PRODUCER, count, index)
             tile = ahead.tile(index)
             note_moment(first.trace, PRODUCER, count, 1)
-            first.pipeline.wait_empty(step)  # first: the slot of `tile_ready` must have been read
+            first.pipeline.ring.wait_empty(step)  # first: the slot of `tiles` must have been read
             first.pipeline.publish_tile(count, index, tile)
             step = load_unit(first, step, 0, num_k_steps, weights_tile(tile, first), False)
             note_moment(first.trace, PRODUCER, count, 2)
             count += 1
         unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
     handover.signal_unit(count // 2, -1)
-    first.pipeline.wait_empty(step)
+    first.pipeline.ring.wait_empty(step)
     first.pipeline.publish_end(count)
     count += 1
     handover.end_first(count, step)
@@ -246,7 +248,7 @@ def producer(args):
         if known < end:
             known = wait_for_units(progress, known, end, num_units, args.unit_shift)
         note_moment(second.trace, SECOND + PRODUCER, event, 1)
-        second.pipeline.wait_empty(step)
+        second.pipeline.ring.wait_empty(step)
         second.pipeline.publish_tile(count, index, tile)
         step = load_unit(second, step, 0, num_k_steps, weights_tile(tile, second), False)
         index = take(progress + TAKEN_IN_L2)
@@ -254,7 +256,7 @@ def producer(args):
         count += 1
         event += 1
     for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
-        second.pipeline.wait_empty(step + i)
+        second.pipeline.ring.wait_empty(step + i)
         second.pipeline.publish_end(count + i)
     leave(progress)
 
@@ -280,19 +282,18 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     """Return L1's pipeline, and L2's over the same stages, with the ring of tiles. The caller fences before use."""
     num_stages: gl.constexpr = cfg.num_stages
     ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
-    tile_ready = new_barriers(ring, 1)
-    tile_ring = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = Ring(new_barriers(ring, 1), None, ring)
+    tile_words = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_bufs = first.x_bufs
     y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
-    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
+    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y.bufs, y_desc.dtype, y_shape, y_desc.layout)
     if cfg.pingpong:
         turn = new_barriers(2, 1)
     else:
         turn: gl.constexpr = None
-    one = Pipeline(
-        x_bufs, first.y_bufs, first.empty, first.full, None, None, tile_ready, tile_ring, first.takes_halves, first.cfg
-    )
-    two = Pipeline(x_bufs, y_bufs, first.empty, first.full, None, turn, tile_ready, tile_ring, takes_halves, cfg)
+    one = Pipeline(x_bufs, first.y, first.ring, None, tiles, tile_words, first.takes_halves, first.cfg)
+    y = OneWidth(y_bufs, takes_halves, cfg)
+    two = Pipeline(x_bufs, y, first.ring, turn, tiles, tile_words, takes_halves, cfg)
     return one, two
 
 

@@ -31,20 +31,17 @@ If all of a CTA's operands fit into the stages, one role loads them all and then
 microsecond that it takes to start two roles.
 """
 
-from typing import Any, NamedTuple
-
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
+from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
 from envoi.ops.moe.router.device_types import Args, Outputs, Scalars, Tables
-from envoi.ops.moe.router.kernel_hopper_loads import Sizes, Stages, load_first, part_of, producer, shifted
+from envoi.ops.moe.router.kernel_hopper_loads import Problem, ProducerArgs, Stages, load_first, producer
 from envoi.ops.moe.router.kernel_hopper_logits import (
     biases_of,
     board_of,
@@ -55,26 +52,39 @@ from envoi.ops.moe.router.kernel_hopper_logits import (
     positions_of,
     row_layout,
 )
-from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
 
 NO_SUM: gl.constexpr = gl.constexpr(-1)  # sentinel of a sum not yet stored: the bits of a NaN that no addition gives
 
 
-class Exchange(NamedTuple):
-    """Workspace between the CTAs of the same rows: partial sums [sets, padded rows, columns], arrival counters."""
+@aggregate
+class Exchange:
+    """Workspace between the CTAs of the same rows; None without such CTAs, and counters if sums are polled."""
 
-    sums: Any
-    counters: Any
+    sums: Scalar  # pointer to partial sums [sets, padded rows, columns]
+    counters: Scalar  # pointer to arrival counters, two for each block of rows
 
 
-class Counts(NamedTuple):
-    """Outputs counts [N] and offsets [N + 1], and the arrival counter of all CTAs."""
+@aggregate
+class Counts:
+    """Outputs counts and offsets, and the arrival counter of all CTAs; None if they aren't wanted."""
 
-    counts: Any
-    offsets: Any
-    counter: Any
+    counts: Scalar  # pointer to int32 [N]
+    offsets: Scalar  # pointer to int32 [N + 1]
+    counter: Scalar
+
+
+@aggregate
+class ConsumerArgs:
+    """Consumer's stages, workspace and outputs."""
+
+    stages: Stages
+    problem: Problem
+    routing: gl.tuple  # `Args`
+    exchange: Exchange
+    totals: Counts
 
 
 @gluon.constexpr_function
@@ -87,44 +97,45 @@ def tile_layout(tiling, width):
 
 
 @gluon.jit
-def multiply(stages, step, num_steps, tiling: gl.constexpr):
-    """Multiply num_steps stages into a fresh accumulator, two wgmma in flight. Returns it and the next step."""
-    layout: gl.constexpr = tile_layout(tiling, tiling.block_n)
-    acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
-    for k in range(num_steps):
-        stage = step % tiling.num_stages
-        mbarrier.wait(stages.full.index(stage), (step // tiling.num_stages) & 1)
-        y = stages.y.index(stage).permute((1, 0))
-        acc = warpgroup_mma(stages.x.index(stage), y, acc, is_async=True, use_acc=k > 0)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        if not tiling.single_fill:
-            mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1, pred=k > 0)
-        step += 1
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    if not tiling.single_fill:
-        mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1)
-    return acc, step
+def zeros(tiling: gl.constexpr):
+    """Return accumulators of 0: a tuple of that of y's columns and, with two widths, that of z's."""
+    acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
+    if tiling.rest_n > 0:
+        rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
+        return acc, rest
+    else:
+        return (acc,)
 
 
 @gluon.jit
-def multiply_both(stages, step, num_steps, tiling: gl.constexpr):
-    """Multiply num_steps stages with the columns of y and with those of z: `multiply` with two accumulators."""
-    acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
-    rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
-    for k in range(num_steps):
-        stage = step % tiling.num_stages
-        mbarrier.wait(stages.full.index(stage), (step // tiling.num_stages) & 1)
+def start_products(stages, stage, accs, use_acc):
+    """Start the wgmma of a stage, tokens times gate, for each accumulator; return these. use_acc: they aren't 0."""
+    if stages.tiling.rest_n > 0:
         x = stages.x.index(stage)
-        acc = warpgroup_mma(x, stages.y.index(stage).permute((1, 0)), acc, is_async=True, use_acc=k > 0)
-        rest = warpgroup_mma(x, stages.z.index(stage).permute((1, 0)), rest, is_async=True, use_acc=k > 0)
-        acc, rest = warpgroup_mma_wait(num_outstanding=2, deps=(acc, rest))
-        if not tiling.single_fill:
-            mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1, pred=k > 0)
+        acc = warpgroup_mma(x, stages.y.index(stage).permute((1, 0)), accs[0], is_async=True, use_acc=use_acc)
+        rest = warpgroup_mma(x, stages.z.index(stage).permute((1, 0)), accs[1], is_async=True, use_acc=use_acc)
+        return acc, rest
+    else:
+        y = stages.y.index(stage).permute((1, 0))
+        return (warpgroup_mma(stages.x.index(stage), y, accs[0], is_async=True, use_acc=use_acc),)
+
+
+@gluon.jit
+def multiply(stages, step, num_steps):
+    """Multiply num_steps stages, wgmma of two steps in flight. Return the accumulators, from 0, and the next step."""
+    tiling: gl.constexpr = stages.tiling
+    ring = stages.ring
+    accs = zeros(tiling)
+    for k in range(num_steps):
+        stage = ring.stage(step)
+        ring.wait_full(step)
+        accs = start_products(stages, stage, accs, k > 0)
+        accs = waited(accs, len(accs))
+        ring.release_previous(step, k > 0)
         step += 1
-    acc, rest = warpgroup_mma_wait(num_outstanding=0, deps=(acc, rest))
-    if not tiling.single_fill:
-        mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1)
-    return acc, rest, step
+    accs = waited(accs, 0)
+    ring.release_previous(step)
+    return accs, step
 
 
 @gluon.constexpr_function
@@ -137,50 +148,63 @@ def sum_layout(tiling):
 
 
 @gluon.jit
-def store_partial(x, sums, set, part, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+def store_partials(accs, sums, set, part, problem):
+    """Store a set of partial sums of a CTA's columns, those of y and those of z, in the workspace."""
+    store_partial(accs[0], sums, set, part.m, part.n, problem)
+    if len(accs) == 2:
+        store_partial(accs[1], sums, set, part.m, part.rest_n, problem)
+
+
+@gluon.jit
+def store_partial(x, sums, set, m, n, problem):
     """Store a tile of partial sums in the workspace. With polls_sums, only elements that are read, never a sentinel."""
-    rows = part.m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
-    columns = part.n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    at = sums + (set * padded_rows(sizes, tiling) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
+    tiling: gl.constexpr = problem.tiling
+    rows = m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
+    columns = n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    at = sums + (set * padded_rows(problem) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
     if tiling.polls_sums:
-        gl.store(at, x + 0.0, mask=(rows < sizes.num_tokens)[:, None] & (columns < spec.num_experts)[None, :])
+        mask = (rows < problem.num_tokens)[:, None] & (columns < problem.spec.num_experts)[None, :]
+        gl.store(at, x + 0.0, mask=mask)
     else:
         gl.store(at, x)
 
 
 @gluon.jit
-def padded_rows(sizes, tiling: gl.constexpr):
+def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
+    tiling: gl.constexpr = problem.tiling
     if tiling.polls_sums:
-        return sizes.num_tokens
+        return problem.num_tokens
     else:
-        return gl.cdiv(sizes.num_tokens, tiling.tile) * tiling.tile
+        return gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile
 
 
 @gluon.jit
-def sum_partials(sums, rows, sizes, tiling: gl.constexpr, layout: gl.constexpr):
+def sum_partials(sums, rows, problem, layout: gl.constexpr):
     """Sum the sets of partial sums of rows in their order: [R, columns]."""
+    tiling: gl.constexpr = problem.tiling
     columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
     at = sums + rows.to(gl.int64)[:, None] * tiling.columns + columns[None, :]
     total = gl.load(at, cache_modifier=".cg") + 0.0
     sets: gl.constexpr = tiling.num_sets
     for s in gl.static_range(1, sets):
-        total += gl.load(at + s * padded_rows(sizes, tiling).to(gl.int64) * tiling.columns, cache_modifier=".cg")
+        total += gl.load(at + s * padded_rows(problem).to(gl.int64) * tiling.columns, cache_modifier=".cg")
     return total
 
 
 @gluon.jit
-def wait_and_sum_partials(sums, row, end, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+def wait_and_sum_partials(sums, row, end, problem):
     """Poll the partial sums of rows from `row` on until none is the sentinel; return their sums, added in their order.
 
     Writes the sentinel back for the next launch: each element belongs to one thread, so no other still waits for it.
     """
+    tiling: gl.constexpr = problem.tiling
     layout: gl.constexpr = sum_layout(tiling)
     rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, layout))
     columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
-    mask = (rows < end)[:, None] & (columns < spec.num_experts)[None, :]
+    mask = (rows < end)[:, None] & (columns < problem.spec.num_experts)[None, :]
     at = sums + rows.to(gl.int64)[:, None] * tiling.columns + columns[None, :]
-    step = padded_rows(sizes, tiling).to(gl.int64) * tiling.columns
+    step = padded_rows(problem).to(gl.int64) * tiling.columns
     sets: gl.constexpr = tiling.num_sets
     total = gl.full((tiling.rows_per_pass, tiling.columns), 0.0, gl.float32, layout)
     missing = mask
@@ -211,67 +235,60 @@ def arrive_and_wait(counter, waits, num_parts):
 
 
 @gluon.jit
-def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Multiply all blocks of this CTA; store sums to shared memory, or to the workspace if other CTAs share the rows.
+def multiply_blocks(stages, step, part, sums, problem):
+    """Return the sums of all blocks of this CTA, and the next step; store the sets of those that aren't the first part.
 
     The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
     """
-    part = part_of(sizes, tiling)
-    layout: gl.constexpr = tile_layout(tiling, tiling.block_n)
+    tiling: gl.constexpr = problem.tiling
     num_steps: gl.constexpr = tiling.steps_in_block
+    totals = zeros(tiling)
+    for k in range(part.first, part.last, num_steps):
+        products, step = multiply(stages, step, gl.minimum(num_steps, part.last - k))
+        if tiling.parts_k > 1:
+            if part.first > 0:
+                store_partials(products, sums, (k - tiling.steps_each) // num_steps + 1, part, problem)
+        totals = added(totals, products)
+    return totals, step
+
+
+@gluon.jit
+def added(totals, products):
+    """Return the sums of two tuples of accumulators."""
+    if len(totals) == 1:
+        return (totals[0] + products[0],)
+    else:
+        return totals[0] + products[0], totals[1] + products[1]
+
+
+@gluon.jit
+def accumulate(stages, sums, problem):
+    """Multiply all blocks of this CTA; store sums in shared memory, or in the workspace if CTAs share the rows."""
+    tiling: gl.constexpr = problem.tiling
+    part = problem.part()
     step = 0
     if tiling.turns > 1:
         for turn in range(tiling.turns - 1):
-            sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
-            for k in range(part.first, part.last, num_steps):
-                p, step = multiply(stages, step, gl.minimum(num_steps, part.last - k), tiling)
-                sum += p
-            logits_buffer(stages, tiling.tile, tiling).index(board_of(turn, tiling)).store(sum)
-    sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
-    for k in range(part.first, part.last, num_steps):
-        p, step = multiply(stages, step, gl.minimum(num_steps, part.last - k), tiling)
-        if tiling.parts_k > 1:
-            if part.first > 0:
-                store_partial(p, sums, (k - tiling.steps_each) // num_steps + 1, part, sizes, tiling, spec)
-        sum += p
+            totals, step = multiply_blocks(stages, step, part, sums, problem)
+            logits_buffer(stages, tiling.tile).index(board_of(turn, tiling)).store(totals[0])
+    totals, step = multiply_blocks(stages, step, part, sums, problem)
     if tiling.parts == 1:
-        logits_buffer(stages, tiling.tile, tiling).index(board_of(tiling.turns - 1, tiling)).store(sum)
+        if tiling.rest_n > 0:
+            left, right = both_buffers(stages, tiling.tile)
+            left.index(0).store(totals[0])
+            right.index(0).store(totals[1])
+        else:
+            logits_buffer(stages, tiling.tile).index(board_of(tiling.turns - 1, tiling)).store(totals[0])
     elif part.first == 0:
-        store_partial(sum, sums, 0, part, sizes, tiling, spec)
+        store_partials(totals, sums, 0, part, problem)
 
 
 @gluon.jit
-def accumulate_both(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Multiply and store like `accumulate`, the columns of y and those of z; in one turn."""
-    part = part_of(sizes, tiling)
-    after = shifted(part, tiling.block_n)
-    num_steps: gl.constexpr = tiling.steps_in_block
-    step = 0
-    sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
-    rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
-    for k in range(part.first, part.last, num_steps):
-        p, q, step = multiply_both(stages, step, gl.minimum(num_steps, part.last - k), tiling)
-        if tiling.parts_k > 1:
-            if part.first > 0:
-                set = (k - tiling.steps_each) // num_steps + 1
-                store_partial(p, sums, set, part, sizes, tiling, spec)
-                store_partial(q, sums, set, after, sizes, tiling, spec)
-        sum += p
-        rest += q
-    if tiling.parts == 1:
-        left, right = both_buffers(stages, tiling.tile, tiling)
-        left.index(0).store(sum)
-        right.index(0).store(rest)
-    elif part.first == 0:
-        store_partial(sum, sums, 0, part, sizes, tiling, spec)
-        store_partial(rest, sums, 0, after, sizes, tiling, spec)
-
-
-@gluon.jit
-def rows_to_route(counters, sizes, tiling: gl.constexpr):
+def rows_to_route(counters, problem):
     """Return the rows [begin, end) that this CTA routes, once their sums are stored or can be polled."""
-    part = part_of(sizes, tiling)
-    end = gl.minimum(part.m + tiling.rows_per_cta, sizes.num_tokens)
+    tiling: gl.constexpr = problem.tiling
+    part = problem.part()
+    end = gl.minimum(part.m + tiling.rows_per_cta, problem.num_tokens)
     if tiling.parts == 1:
         role_barrier()
         return part.m, end
@@ -288,68 +305,72 @@ def rows_to_route(counters, sizes, tiling: gl.constexpr):
 
 
 @gluon.jit
-def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, tiling: gl.constexpr):
+def products_of(stages, sums, row, problem, ROWS: gl.constexpr, LANES: gl.constexpr):
     """Return ROWS rows from `row` on and their products with the gate, whose sums are all stored."""
+    tiling: gl.constexpr = problem.tiling
     layout: gl.constexpr = row_layout(tiling, LANES)
-    part = part_of(sizes, tiling)
+    part = problem.part()
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if tiling.parts == 1:
         if tiling.rest_n > 0:
-            return rows, load_both(stages, row - part.m, ROWS, LANES, tiling)
+            return rows, load_both(stages, row - part.m, ROWS, LANES)
         else:
-            return rows, load_logits(stages, row - part.m, ROWS, LANES, tiling)
+            return rows, load_logits(stages, row - part.m, ROWS, LANES)
     else:
-        return rows, sum_partials(sums, rows, sizes, tiling, layout)
+        return rows, sum_partials(sums, rows, problem, layout)
 
 
 @gluon.jit
-def reroute_uncertain(again, stages, sums, row, sizes, args, tiling: gl.constexpr, spec: gl.constexpr):
+def reroute_uncertain(again, row, args):
     """Route again by exact keys, eight rows at a time, the rows from `row` on whose bit is set in `again`."""
-    positions = positions_of(32, tiling, spec)
-    biases = biases_of(args.tables, 32, tiling, spec)
+    problem = args.problem
+    positions = positions_of(32, problem.tiling, problem.spec)
+    biases = biases_of(args.routing.tables, 32, problem.tiling, problem.spec)
     while again != 0:
         if again & 255 != 0:
-            rows, products = products_of(stages, sums, row, sizes, 8, 32, tiling)
+            rows, products = products_of(args.stages, args.exchange.sums, row, problem, 8, 32)
             rows = gl.where((again >> (rows - row).to(gl.uint64)) & 1 != 0, rows, -1)
-            route_exactly(products, rows, positions, biases, args, spec)
+            route_exactly(products, rows, positions, biases, args.routing, problem.spec)
         row += 8
         again = again >> 8
 
 
 @gluon.jit
-def route_share(stages, exchange, sizes, args, biases, tiling: gl.constexpr, spec: gl.constexpr):
+def route_share(biases, args):
     """Route this CTA's share of the rows, rows_per_pass at a time."""
-    begin, end = rows_to_route(exchange.counters, sizes, tiling)
-    sums = exchange.sums
+    problem, sums = args.problem, args.exchange.sums
+    tiling: gl.constexpr = problem.tiling
+    spec: gl.constexpr = problem.spec
+    begin, end = rows_to_route(args.exchange.counters, problem)
     positions = positions_of(tiling.lanes, tiling, spec)
     for row in range(begin, end, tiling.rows_per_pass):
         if tiling.polls_sums:
             rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, row_layout(tiling, tiling.lanes)))
-            products = wait_and_sum_partials(sums, row, end, sizes, tiling, spec)
+            products = wait_and_sum_partials(sums, row, end, problem)
         else:
-            rows, products = products_of(stages, sums, row, sizes, tiling.rows_per_pass, tiling.lanes, tiling)
+            rows, products = products_of(args.stages, sums, row, problem, tiling.rows_per_pass, tiling.lanes)
         if tiling.reroutes_eights and not spec.hashed:
-            again = route_rows(products, rows, rows < end, positions, biases, args, spec)
+            again = route_rows(products, rows, rows < end, positions, biases, args.routing, spec)
             bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
             if bits != 0:
-                reroute_uncertain(bits, stages, sums, row, sizes, args, tiling, spec)
+                reroute_uncertain(bits, row, args)
         else:
-            route_tile(products, rows, rows < end, positions, biases, args, spec)
+            route_tile(products, rows, rows < end, positions, biases, args.routing, spec)
 
 
 @gluon.jit
-def consumer(stages, sizes, args, exchange, totals, tiling: gl.constexpr, spec: gl.constexpr):
+def consumer(args):
     """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
-    biases = biases_of(args.tables, tiling.lanes, tiling, spec)
-    if tiling.rest_n > 0:
-        accumulate_both(stages, exchange.sums, sizes, tiling, spec)
-    else:
-        accumulate(stages, exchange.sums, sizes, tiling, spec)
-    route_share(stages, exchange, sizes, args, biases, tiling, spec)
+    totals = args.totals
+    tiling: gl.constexpr = args.problem.tiling
+    spec: gl.constexpr = args.problem.spec
+    biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
+    accumulate(args.stages, args.exchange.sums, args.problem)
+    route_share(biases, args)
     if totals.counter is not None:
         if arrive(totals.counter, gl.num_programs(0)):
             experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-            store_counts(args.outputs.histogram, totals.counts, totals.offsets, experts, spec)
+            store_counts(args.routing.outputs.histogram, totals.counts, totals.offsets, experts, spec)
 
 
 @gluon.jit
@@ -359,42 +380,23 @@ def router_kernel(
     tiling: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
-    x_shape: gl.constexpr = [tiling.num_stages, tiling.tile, tiling.block_k]
-    y_shape: gl.constexpr = [tiling.gate_slots, tiling.block_n, tiling.block_k]
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-    y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
-    z_bufs = y_bufs
-    if tiling.rest_n > 0:
-        z_shape: gl.constexpr = [tiling.gate_slots, tiling.rest_n, tiling.block_k]
-        z_bufs = gl.allocate_shared_memory(y_desc.dtype, z_shape, y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
-    empty = full  # not used if every stage is filled once
-    if not tiling.single_fill:
-        empty = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
-    num_stages: gl.constexpr = tiling.num_stages
-    set_up_together()
-    for i in gl.static_range(num_stages):
-        if not tiling.single_fill:
-            mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(full.index(i), count=1)
+    stages = Stages.create(x_desc, y_desc, tiling)
     fence_async_shared()
-    stages = Stages(x_bufs, y_bufs, z_bufs, empty, full)
-    sizes = Sizes(num_tokens, hidden)
+    problem = Problem(num_tokens, hidden, tiling, spec)
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     outputs = Outputs(weights, ids, logits, dense, histogram)
-    args = Args(Scalars(alpha, routed_scale, k), tables, outputs)
-    exchange = Exchange(sums, counters)
-    totals = Counts(counts, offsets, counter)
+    routing = Args(Scalars(alpha, routed_scale, k), tables, outputs)
+    consumer_args = ConsumerArgs(stages, problem, routing, Exchange(sums, counters), Counts(counts, offsets, counter))
+    producer_args = ProducerArgs(x_desc, y_desc, stages, problem)
     role_barrier()
     wait_for_grid()  # up to here this may overlap with the kernel before it
     let_next_start()
-    load_first(x_desc, y_desc, stages, sizes, tiling, spec)
-    # The tuples of arguments are written out: bound to a name, their constants would become tensors.
+    load_first(producer_args)
     if tiling.single_fill:
-        consumer(stages, sizes, args, exchange, totals, tiling, spec)
-        full._keep_alive()  # or the compiler reuses the barriers' memory while it is in use
+        consumer(consumer_args)
+        stages.ring.full._keep_alive()  # or the compiler reuses the barriers' memory while it is in use
     else:
         gl.warp_specialize([
-            (consumer, (stages, sizes, args, exchange, totals, tiling, spec)),
-            (producer, (x_desc, y_desc, stages, sizes, tiling, spec)),
+            (consumer, (consumer_args,)),
+            (producer, (producer_args,)),
         ], [1], [40])  # fmt: skip

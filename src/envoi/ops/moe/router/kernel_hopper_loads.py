@@ -1,152 +1,178 @@
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Stages of the Hopper router and their loads by TMA: which rows, columns and steps a CTA has, and its producer.
 
 Columns without an expert are loaded as little as can be: TMA takes about four times as long to fill a row of the gate
 with zeros as to load one.
 """
 
-from typing import Any, NamedTuple
-
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.ring import Ring, allocate_barriers
 from envoi.runtime.triton_compat import tma_load
 
 
-class Stages(NamedTuple):
-    """Pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], barriers empty and full per stage.
-
-    z [num_stages, rest_n, block_k]: columns after those of y; the buffer y if there are none.
-    """
-
-    x: Any
-    y: Any
-    z: Any
-    empty: Any
-    full: Any
-
-
-class Sides(NamedTuple):
-    """Descriptors of the product's sides: x tokens, in boxes [box_m, block_k], y gate, in boxes [box_n, block_k]."""
-
-    x: Any
-    y: Any
-
-
-class Sizes(NamedTuple):
-    """Sizes M (tokens) and K (hidden) of the product."""
-
-    num_tokens: Any
-    hidden: Any
-
-
-class Part(NamedTuple):
+@aggregate
+class Part:
     """Work of a CTA: rows from m, columns from n, steps [first, last) along K; its number among its rows' parts."""
 
-    m: Any
-    n: Any
-    first: Any
-    last: Any
-    number: Any
+    m: Scalar
+    n: Scalar
+    rest_n: Scalar  # first column of z
+    first: Scalar
+    last: Scalar
+    number: Scalar
 
 
-@gluon.jit
-def part_of(sizes, tiling: gl.constexpr):
-    """Find the Part of this CTA."""
-    pid = gl.program_id(0)
-    part = pid % tiling.parts
-    first = part // tiling.parts_n * tiling.steps_each
-    last = gl.minimum(first + tiling.steps_each, gl.cdiv(sizes.hidden, tiling.block_k))
-    return Part(pid // tiling.parts * tiling.rows_per_cta, part % tiling.parts_n * tiling.width, first, last, part)
+@aggregate
+class Problem:
+    """Sizes of the product tokens [num_tokens, hidden] @ gate.T, and how it is divided among CTAs."""
+
+    num_tokens: Scalar
+    hidden: Scalar
+    tiling: gl.constexpr  # RouterTiling
+    spec: gl.constexpr  # Spec
+
+    @gluon.jit
+    def part(self):
+        """Return the Part of this CTA."""
+        tiling: gl.constexpr = self.tiling
+        pid = gl.program_id(0)
+        part = pid % tiling.parts
+        first = part // tiling.parts_n * tiling.steps_each
+        last = gl.minimum(first + tiling.steps_each, gl.cdiv(self.hidden, tiling.block_k))
+        m = pid // tiling.parts * tiling.rows_per_cta
+        n = part % tiling.parts_n * tiling.width
+        return Part(m, n, n + tiling.block_n, first, last, part)
 
 
-@gluon.jit
-def shifted(part, columns):
-    """Return a Part whose columns begin so many later."""
-    return Part(part.m, part.n + columns, part.first, part.last, part.number)
+@aggregate
+class Stages:
+    """Buffers and barriers of all stages. A stage that is filled only once has no `empty`."""
 
+    x: gl.shared_memory_descriptor  # tokens [num_stages, tile, block_k]
+    y: gl.shared_memory_descriptor  # gate [gate_slots, block_n, block_k]
+    z: gl.shared_memory_descriptor | gl.constexpr  # gate [gate_slots, rest_n, block_k], columns after y's; or None
+    ring: Ring
+    tiling: gl.constexpr
 
-@gluon.jit
-def load_stage(sides, stages, stage, part, k, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Load step k of the rows and columns of a Part into a stage."""
-    full = stages.full.index(stage)
-    expect_stage(sides, full, part.n, tiling, spec)
-    if tiling.box_m < tiling.rows_per_cta:
-        load_tokens(sides.x, stages.x, full, stage, part.m, k, sizes, tiling)
-    else:
-        x_buf = stages.x.index(stage)
-        if tiling.rows_per_cta < tiling.tile:
-            x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
-        tma_load(sides.x, [part.m, k * tiling.block_k], full, x_buf)
-    if tiling.box_n == tiling.width:
-        tma_load(sides.y, [part.n, k * tiling.block_k], full, stages.y.index(stage))
-    else:
-        load_gate(sides.y, stages.y, full, stage, part.n, k, tiling, spec)
+    @staticmethod
+    @gluon.jit
+    def create(x_desc, y_desc, tiling: gl.constexpr):
+        """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
+        x_shape: gl.constexpr = [tiling.num_stages, tiling.tile, tiling.block_k]
+        y_shape: gl.constexpr = [tiling.gate_slots, tiling.block_n, tiling.block_k]
+        x = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+        y = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
         if tiling.rest_n > 0:
-            load_gate(sides.y, stages.z, full, stage, part.n + tiling.block_n, k, tiling, spec)
+            z_shape: gl.constexpr = [tiling.gate_slots, tiling.rest_n, tiling.block_k]
+            z = gl.allocate_shared_memory(y_desc.dtype, z_shape, y_desc.layout)
+        else:
+            z: gl.constexpr = None
+        full = allocate_barriers(tiling.num_stages)
+        if tiling.single_fill:
+            empty: gl.constexpr = None
+        else:
+            empty = allocate_barriers(tiling.num_stages)
+        ring = Ring(full, empty, tiling.num_stages)
+        ring.set_up(1, 0 if tiling.single_fill else 1)
+        return Stages(x, y, z, ring, tiling)
+
+
+@aggregate
+class ProducerArgs:
+    """Producer's TMA descriptors and stages."""
+
+    x_desc: tma.tensor_descriptor  # tokens, in boxes [box_m, block_k]
+    y_desc: tma.tensor_descriptor  # gate, in boxes [box_n, block_k]
+    stages: Stages
+    problem: Problem
+
+    @gluon.jit
+    def load_stage(self, stage, m, n, k):
+        """Load step k of a Part's rows from m and columns from n on into a stage."""
+        tiling: gl.constexpr = self.problem.tiling
+        full = self.stages.ring.full.index(stage)
+        self.expect(stage, n)
+        if tiling.box_m < tiling.rows_per_cta:
+            self.load_tokens(full, stage, m, k)
+        else:
+            x_buf = self.stages.x.index(stage)
+            if tiling.rows_per_cta < tiling.tile:
+                x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
+            tma_load(self.x_desc, [m, k * tiling.block_k], full, x_buf)
+        if tiling.box_n == tiling.width:
+            tma_load(self.y_desc, [n, k * tiling.block_k], full, self.stages.y.index(stage))
+        else:
+            self.load_gate(self.stages.y, full, stage, n, k)
+            if tiling.rest_n > 0:
+                self.load_gate(self.stages.z, full, stage, n + tiling.block_n, k)
+
+    @gluon.jit
+    def expect(self, stage, n):
+        """Announce to a stage's barrier the bytes of tokens and of columns from n on: of boxes that have experts."""
+        tiling: gl.constexpr = self.problem.tiling
+        num_experts: gl.constexpr = self.problem.spec.num_experts
+        ring = self.stages.ring
+        tokens: gl.constexpr = self.x_desc.block_type.nbytes * (tiling.rows_per_cta // tiling.box_m)
+        gate: gl.constexpr = self.y_desc.block_type.nbytes
+        all: gl.constexpr = tokens + gate * (tiling.width // tiling.box_n)
+        left: gl.constexpr = num_experts % tiling.width
+        last: gl.constexpr = tokens + gate * (-(-left // tiling.box_n))
+        if left == 0 or tiling.box_n == tiling.width:
+            ring.expect(stage, all)
+        elif num_experts < tiling.width:
+            ring.expect(stage, last)
+        else:
+            is_last = n + tiling.width > num_experts
+            ring.expect(stage, last, is_last)
+            ring.expect(stage, all, is_last == 0)
+
+    @gluon.jit
+    def load_tokens(self, full, stage, m, k):
+        """Load step k of rows from m on in boxes.
+
+        A box without tokens is loaded from m, since a stage's bytes have to be the same; its products are never read.
+        """
+        tiling: gl.constexpr = self.problem.tiling
+        count: gl.constexpr = tiling.rows_per_cta // tiling.box_m
+        for b in gl.static_range(count):
+            at = m + b * tiling.box_m
+            at = gl.where(at < self.problem.num_tokens, at, m)
+            box = self.stages.x.index(stage).slice(b * tiling.box_m, tiling.box_m, dim=0)
+            tma_load(self.x_desc, [at, k * tiling.block_k], full, box)
+
+    @gluon.jit
+    def load_gate(self, buffers, full, stage, n, k):
+        """Load step k of columns from n on in boxes, those with experts; products with the others are never read."""
+        tiling: gl.constexpr = self.problem.tiling
+        count: gl.constexpr = buffers.shape[1] // tiling.box_n
+        for b in gl.static_range(count):
+            at = n + b * tiling.box_n
+            box = buffers.index(stage).slice(b * tiling.box_n, tiling.box_n, dim=0)
+            tma_load(self.y_desc, [at, k * tiling.block_k], full, box, pred=at < self.problem.spec.num_experts)
 
 
 @gluon.jit
-def expect_stage(sides, full, n, tiling: gl.constexpr, spec: gl.constexpr):
-    """Announce to a stage's barrier the bytes of tokens and of columns from n on: of boxes that have experts."""
-    tokens: gl.constexpr = sides.x.block_type.nbytes * (tiling.rows_per_cta // tiling.box_m)
-    gate: gl.constexpr = sides.y.block_type.nbytes
-    all: gl.constexpr = tokens + gate * (tiling.width // tiling.box_n)
-    left: gl.constexpr = spec.num_experts % tiling.width
-    last: gl.constexpr = tokens + gate * (-(-left // tiling.box_n))
-    if left == 0 or tiling.box_n == tiling.width:
-        mbarrier.expect(full, all)
-    elif spec.num_experts < tiling.width:
-        mbarrier.expect(full, last)
-    else:
-        is_last = n + tiling.width > spec.num_experts
-        mbarrier.expect(full, last, pred=is_last)
-        mbarrier.expect(full, all, pred=is_last == 0)
-
-
-@gluon.jit
-def load_tokens(x_desc, buffers, full, stage, m, k, sizes, tiling: gl.constexpr):
-    """Load step k of rows from m on in boxes.
-
-    A box of such rows only is loaded from m, since a stage's bytes have to be the same; its products are never read.
-    """
-    count: gl.constexpr = tiling.rows_per_cta // tiling.box_m
-    for b in gl.static_range(count):
-        at = m + b * tiling.box_m
-        at = gl.where(at < sizes.num_tokens, at, m)
-        box = buffers.index(stage).slice(b * tiling.box_m, tiling.box_m, dim=0)
-        tma_load(x_desc, [at, k * tiling.block_k], full, box)
-
-
-@gluon.jit
-def load_gate(y_desc, buffers, full, stage, n, k, tiling: gl.constexpr, spec: gl.constexpr):
-    """Load step k of columns from n on in boxes, those with experts; products with the others are never read."""
-    count: gl.constexpr = buffers.shape[1] // tiling.box_n
-    for b in gl.static_range(count):
-        at = n + b * tiling.box_n
-        box = buffers.index(stage).slice(b * tiling.box_n, tiling.box_n, dim=0)
-        tma_load(y_desc, [at, k * tiling.block_k], full, box, pred=at < spec.num_experts)
-
-
-@gluon.jit
-def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+def load_first(args):
     """Fill the first stages, usually all of them, before the roles start."""
-    part = part_of(sizes, tiling)
+    tiling: gl.constexpr = args.problem.tiling
+    part = args.problem.part()
     for k in range(part.first, gl.minimum(part.first + tiling.num_first, part.last)):
-        load_stage(Sides(x_desc, y_desc), stages, k - part.first, part, k, sizes, tiling, spec)
+        args.load_stage(k - part.first, part.m, part.n, k)
 
 
 @gluon.jit
-def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+def producer(args):
     """Fill the other stages, and refill each as it becomes empty: a role of one warp."""
-    part = part_of(sizes, tiling)
+    tiling: gl.constexpr = args.problem.tiling
+    ring = args.stages.ring
+    part = args.problem.part()
     turns: gl.constexpr = tiling.turns
     for turn in gl.static_range(turns):
         before = turn * (part.last - part.first)
         for k in range(part.first + (tiling.num_first if turn == 0 else 0), part.last):
             step = before + k - part.first
-            mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
-            at = shifted(part, turn * tiling.block_n)
-            load_stage(Sides(x_desc, y_desc), stages, step % tiling.num_stages, at, k, sizes, tiling, spec)
+            ring.wait_empty(step)
+            args.load_stage(ring.stage(step), part.m, part.n + turn * tiling.block_n, k)

@@ -59,12 +59,13 @@ def logits_layout(columns):
 
 
 @gluon.jit
-def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
+def logits_buffer(stages, rows: gl.constexpr):
     """View the gate's memory as boards of logits [tile, run], each cut into rows: [boards * tile / rows, rows, run].
 
     The last boards, after the stages, take the logits of all turns but the last; those of the last turn, or the only
     one, replace stages that are consumed.
     """
+    tiling: gl.constexpr = stages.tiling
     count: gl.constexpr = tiling.boards * (tiling.tile // rows)
     return reinterpret(stages.y, gl.float32, [count, rows, tiling.run], logits_layout(tiling.run))
 
@@ -79,10 +80,11 @@ def board_of(turn, tiling: gl.constexpr):
 
 
 @gluon.jit
-def load_board(stages, row, rows: gl.constexpr, turn: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
+def load_board(stages, row, rows: gl.constexpr, turn: gl.constexpr, lanes: gl.constexpr):
     """Load a turn's logits [rows, run] of the rows from `row` of this CTA on."""
+    tiling: gl.constexpr = stages.tiling
     at = board_of(turn, tiling) * (tiling.tile // rows) + row // rows
-    return logits_buffer(stages, rows, tiling).index(at).load(row_layout(tiling, lanes))
+    return logits_buffer(stages, rows).index(at).load(row_layout(tiling, lanes))
 
 
 @gluon.jit
@@ -93,8 +95,9 @@ def beside(left, right):
 
 
 @gluon.jit
-def both_buffers(stages, rows: gl.constexpr, tiling: gl.constexpr):
+def both_buffers(stages, rows: gl.constexpr):
     """View the memory of y as logits [tile, block_n] and that of z as logits [tile, rest_n], cut into rows each."""
+    tiling: gl.constexpr = stages.tiling
     count: gl.constexpr = tiling.boards * (tiling.tile // rows)
     left = reinterpret(stages.y, gl.float32, [count, rows, tiling.block_n], logits_layout(tiling.block_n))
     right = reinterpret(stages.z, gl.float32, [count, rows, tiling.rest_n], logits_layout(tiling.rest_n))
@@ -102,10 +105,11 @@ def both_buffers(stages, rows: gl.constexpr, tiling: gl.constexpr):
 
 
 @gluon.jit
-def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
+def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr):
     """Load the logits [rows, columns] of the rows from `row` of this CTA on, of y and z; zeros for columns after."""
+    tiling: gl.constexpr = stages.tiling
     layout: gl.constexpr = row_layout(tiling, lanes)
-    left, right = both_buffers(stages, rows, tiling)
+    left, right = both_buffers(stages, rows)
     y = left.index(row // rows).load(layout)
     z = right.index(row // rows).load(layout)
     doublings: gl.constexpr = halvings(tiling.block_n // tiling.rest_n)
@@ -116,10 +120,11 @@ def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.c
 
 
 @gluon.jit
-def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
+def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr):
     """Load the logits [rows, columns] of the rows from `row` of this CTA on, those of two turns side by side."""
-    x = load_board(stages, row, rows, 0, lanes, tiling)
+    tiling: gl.constexpr = stages.tiling
+    x = load_board(stages, row, rows, 0, lanes)
     if tiling.turns > 1:
-        x = beside(x, load_board(stages, row, rows, 1, lanes, tiling))
+        x = beside(x, load_board(stages, row, rows, 1, lanes))
         x = gl.convert_layout(x, row_layout(tiling, lanes), assert_trivial=True)
     return x

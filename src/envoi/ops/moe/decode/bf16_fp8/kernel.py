@@ -14,11 +14,9 @@ loads of weights under way, across tiles, epilogues and the wait for the previou
 A strip is a tile of tokens: up to 8 rows of one expert. All its tiles have the same tokens. Tokens are requested before
 weights: after megabytes of weights they would come last.
 
-    barrier   arrivals                            who waits   parity awaited
-    full      1: TMA, all bytes of a stage        all warps   n & 1, n = times the ring went round
-
-There is no barrier `empty`: each warp waits for its products, all warps meet at a barrier of the CTA, and then the
-stage is requested again.
+`full` of the ring's stages takes one arrival, TMA's with all bytes of a stage; all warps wait for it. There is no
+`empty`: each warp waits for its products, all warps meet at a barrier of the CTA, and then the stage is
+requested again.
 
 Launches overlap: L1 -> L2 -> sum. L1 lets L2 start at once; L2 requests weights, and reads what L1 wrote after
 `wait_for_grid`.
@@ -32,7 +30,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -45,7 +42,7 @@ from envoi.ops.gemm.hopper.run_epilogue import interleave_gate_up, to_token_majo
 from envoi.ops.moe.decode.bf16_fp8 import config
 from envoi.ops.moe.decode.bf16_fp8.tile_scheduler import Schedule, Slots
 from envoi.runtime.aggregate import Scalar, aggregate
-from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.ring import Ring
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier, tma_load
 
@@ -65,7 +62,7 @@ class Weights:
 
     desc: tma.tensor_descriptor
     stages: gl.shared_memory_descriptor  # boxes, stage_steps for each stage: [.., 64, step] or [.., 2, 32, step]
-    full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
+    ring: Ring  # without `empty`
     N: Scalar
     takes_halves: gl.constexpr
     cfg: gl.constexpr
@@ -74,35 +71,26 @@ class Weights:
     @gluon.jit
     def create(desc, N, takes_halves: gl.constexpr, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers."""
-        num_stages: gl.constexpr = cfg.num_stages
         shape: gl.constexpr = [cfg.num_stages * cfg.stage_steps] + desc.block_type.shape
         stages = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-        set_up_together()
-        for i in gl.static_range(num_stages):
-            mbarrier.init(full.index(i), count=1)
+        ring = Ring.create(cfg.num_stages, 1, 0)
         fence_async_shared()
         role_barrier()
-        return Weights(desc, stages, full, N, takes_halves, cfg)
+        return Weights(desc, stages, ring, N, takes_halves, cfg)
 
     @gluon.jit
     def request(self, expert, row_tile, k, stage, wanted):
         """Start loading a tile's weights from step k on into a stage, if wanted; past K they are zeros."""
         step: gl.constexpr = self.cfg.step
         stage_steps: gl.constexpr = self.cfg.stage_steps
-        full = self.full.index(stage)
-        mbarrier.expect(full, stage_steps * self.desc.block_type.nbytes, pred=wanted)
+        full = self.ring.full.index(stage)
+        self.ring.expect(stage, stage_steps * self.desc.block_type.nbytes, wanted)
         for i in gl.static_range(stage_steps):
             if self.takes_halves:
                 corner = [2 * expert, row_tile * (FEATURES // 2), (k + i) * step]
             else:
                 corner = [expert * self.N + row_tile * FEATURES, (k + i) * step]
             tma_load(self.desc, corner, full, self.stages.index(stage * stage_steps + i), pred=wanted)
-
-    @gluon.jit
-    def wait(self, stage, turn):
-        """Wait until a stage's weights are there."""
-        mbarrier.wait(self.full.index(stage), turn & 1)
 
     @gluon.jit
     def of_step(self, stage, STEP: gl.constexpr):
@@ -431,7 +419,7 @@ class Worker:
         weights, tokens = self.weights, self.tokens
         stage_steps: gl.constexpr = tokens.cfg.stage_steps
         layout: gl.constexpr = acc.type.layout
-        weights.wait(stage, turn)
+        weights.ring.wait_round(stage, turn)
         if tokens.cfg.block_scaled:
             zero = gl.zeros_like(acc)
             products, scales = (), ()

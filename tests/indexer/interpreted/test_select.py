@@ -1,0 +1,53 @@
+"""Selection by radix on rows of scores of all kinds, against a stable sort of them."""
+
+import pytest
+import torch
+
+from envoi.ops.indexer.fast import Order
+from tests.indexer.rows import hostile_rows, wrong_rows
+
+KINDS = dict(hostile_rows(torch.Generator().manual_seed(0), (700, 9000)))
+LENGTHS = (0, 1, 33, 511, 512, 513, 4096, 8191, 8192, 8193)
+
+
+def rows(*lengths):
+    return [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in lengths]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind):
+    assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
+
+
+@pytest.mark.parametrize("kind", ["equal", "NaN", "inf", "one bucket", "huge and tiny"])
+def test_best_first(kind):
+    assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
+
+
+@pytest.mark.parametrize("by_score", [True, False])
+def test_nan_first(by_score):
+    assert wrong_rows(KINDS["NaN"], 512, Order(slots=True, by_score=by_score, as_torch=True)) == []
+
+
+@pytest.mark.parametrize("by_score", [True, False])
+def test_lengths(by_score):
+    assert wrong_rows(rows(*LENGTHS), 512, Order(slots=True, by_score=by_score)) == []
+
+
+CANDIDATES = ["equal", "NaN", "inf", "one bucket", "ties at the boundary", "huge and tiny"]
+
+
+@pytest.mark.parametrize("kind", CANDIDATES)
+def test_candidates_best_first(kind):
+    assert wrong_rows(KINDS[kind], 512, Order(slots=True, by_score=True), candidates=True) == []
+
+
+@pytest.mark.parametrize("as_torch", [True, False])
+def test_candidates_of_any_length(as_torch):
+    order = Order(slots=False, by_score=True, as_torch=as_torch)
+    assert wrong_rows(rows(*LENGTHS, 40000), 512, order, candidates=True) == []
+
+
+@pytest.mark.parametrize("k", [1024, 2048])
+def test_k(k):
+    assert wrong_rows(rows(k - 1, k, k + 1, 20000), k, Order(slots=False, by_score=False)) == []
