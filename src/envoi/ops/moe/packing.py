@@ -68,7 +68,7 @@ def pack(
         smaller. Blocks begin with the first row of gate, the first of up and the first column: in a shard that begins
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
     requantize: round numbers that the format can't hold, which is refused else; under "auto" to bf16, if no format
-        holds quantised ones, or where bf16 doesn't hold fp16 and fp32 ones.
+        holds quantised ones, or bf16 not fp16 and fp32 ones.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
@@ -79,10 +79,9 @@ def pack(
         where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
         in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
-    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
-    Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
-    On Hopper "mxfp4", "nvfp4", "int4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where possible
-    (`QuantTensor.order`), in as much memory; `unpack` reads them.
+    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2]. Its
+    blocks are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`. On Hopper 4-bit
+    weights but "mxfp4_mxfp8" are put in the order of tensor cores where possible, in as much memory; `unpack` reads it.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     MX and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
@@ -102,9 +101,10 @@ def pack(
     if not gated:
         gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
-    matrices = rows, _in_scheme(down, chosen, "down", requantize)
+    down_rows = _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout, padding), (gate_up, down))
+    packed = ExpertWeights(rows, down_rows, chosen.name, activation, limit, *biases, layout, padding)
+    return _arranged(packed, (gate_up, down))
 
 
 def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:

@@ -467,8 +467,7 @@ class ExpertParallel:
         layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
         link = link_of(self.transport, len(self.channel.watch.ranks_by_store) == layout.num_ranks)
         if hosts is None and not gathering_pays(
-            link, layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
-            layout.token_bytes, presum,
+            link, layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden, layout.token_bytes, presum,
         ):  # fmt: skip
             return
         if self.transport == "gloo":
@@ -486,9 +485,10 @@ class ExpertParallel:
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
-    down_sf: torch.Tensor | None, down_bias: torch.Tensor | None, format: str, activation: str, swiglu_limit: float | None,
-    gate_up_bounded: bool, down_bounded: bool, order: str, gate_up_layout: str, gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None, down_zeros: torch.Tensor | None,
+    down_sf: torch.Tensor | None, down_bias: torch.Tensor | None, format: str, activation: str,
+    swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool, order: str, gate_up_layout: str,
+    gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None,
+    down_zeros: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
