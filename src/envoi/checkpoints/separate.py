@@ -47,7 +47,8 @@ class Estimate:
         if isinstance(stored, Integers):
             name = named.name(ids[0] if ids else 0, named.inputs[0], stored.weight)
             raise ValueError(
-                f"{shards.file_of.get(name, shards.path)}: {name}: expected float weights or FP8, got INT4"
+                f"{shards.file_of.get(name, shards.path)}: {name}: expected experts that transformers keeps as they "
+                "are stored, got INT4; envoi.experts.from_checkpoint loads them"
             )
         self.stored = stored
         self.part = self._part()

@@ -121,13 +121,13 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
 
 
 def _w4a16(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
-    """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4, and
-    not across ranks."""
+    """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4 and
+    INT4, and not across ranks."""
     from envoi.ops.gemm.hopper_w4a16.few import MOST_ROWS
     from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
-    takes_few = layer.format == "mxfp4" and layer.num_gpus == 1
+    takes_few = layer.format in ("mxfp4", "int4") and layer.num_gpus == 1
     if takes_few and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
         tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
         return replace(tile, shared_evenly=True)

@@ -43,8 +43,8 @@ def moe(
         topk_weights [M, k] float32, or bf16 or fp16, which are widened. With tokens [B, S, H] both may be [B, S, k].
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
-    batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4
-        and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4,
+        int4 and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
         doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile
         for it.
     out, workspace, num_sms: as in `envoi.gemm`.

@@ -77,6 +77,11 @@ class FewConfig(Constant):
         return 1 if self.int4 is None else self.int4.per_step
 
     @property
+    def holds_more(self) -> bool:
+        """Return True if a step's factors take so many registers that one step less is requested a group earlier."""
+        return self.is_l1 and self.int4 is not None and self.words_per_step == 2 and not self.int4.has_zeros
+
+    @property
     def shares_factors(self) -> bool:
         """Return True if all weights of a row in a step, and all numbers of a token, have one factor."""
         return self.int4 is not None and self.words_per_step == 1 and (self.is_l1 or self.groups_per_step == 1)
@@ -205,6 +210,6 @@ def _requesting(config: FewConfig, wide: bool, is_short: bool) -> FewConfig:
     is_short: so few slots that a CTA has few groups.
     """
     if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
-        return replace(config, late=LATE)
+        return replace(config, late=LATE + config.holds_more)
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not is_short)
