@@ -108,8 +108,8 @@ class IntegerExperts:
         more = [(N,)] if is_compressed and G == 1 else []
         factor = self.named.name(expert, projection, stored.factors)
         first = self.named.name(self.ids[0], self.named.inputs[0], stored.factors)
-        dtypes = FACTORS if factor == first else (self.shards.header(first)[0],)
-        self.shards.expect(factor, dtypes, (factors, *more), f"the factors of {name}")
+        kind = self.shards.expect(first, FACTORS, ())[0]
+        self.shards.expect(factor, (kind,), (factors, *more), f"the factors of {name}")
         if stored.zeros:
             zeros = self.named.name(expert, projection, stored.zeros)
             self.shards.expect(zeros, INT32, (points,), f"the zero points of {name}")
