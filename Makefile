@@ -20,7 +20,7 @@ OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 # Without bytecode every process of the tests, hundreds of them, compiles them and the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-oldest test-slow docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
+.PHONY: help setup demo test test-oldest test-slow docs ci resolve engines compile compile-setup test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: tables on the terminal, a picture in demo.png"
@@ -30,6 +30,7 @@ help:
 	@echo "make docs      the site, in site/: no network is used"
 	@echo "make ci        what has to pass before a change lands: .ci/run"
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
+	@echo "make engines   download the supported releases of vLLM: have they the names that are relied on?"
 	@echo "make compile   all kernels, with the Triton of every other pair"
 	@echo "make test-gpu  the tests that need a GPU"
 	@echo "make gate      compile all kernels, accept their counts and hashes: tests/machine_code/gate.json"
@@ -80,6 +81,10 @@ ci:
 
 resolve: $(STAMP)
 	$(BIN)/python tools/resolve.py
+
+# `make test` compares with what this has recorded; ENGINES_ARGS=--newest looks at the newest releases.
+engines: $(STAMP)
+	$(BIN)/python -m tools.engines $(ENGINES_ARGS)
 
 compile: $(OTHER_TRITONS:%=compile-%)
 

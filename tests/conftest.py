@@ -15,6 +15,7 @@ import torch
 from envoi import env
 from envoi.runtime import prepared, workspace
 from tests.helpers import interpreter, left_out, spoiled
+from tests.helpers.spoiled import spoil
 
 # Configs measured on this machine must not decide which kernels are tested.
 NO_CACHE = tempfile.TemporaryDirectory()
@@ -46,7 +47,7 @@ def tidy_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Prepared calls are forgotten: a test that chooses another kernel would get those of the test before.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    workspace.spoil(math.nan)
+    spoil(math.nan)
     monkeypatch.setattr(workspace.Scratch, "take", spoiled.take)
     prepared.clear()
     yield

@@ -14,7 +14,7 @@ from envoi.ops.gemm.hopper import tune
 from envoi.ops.indexer import certificate, certify
 from envoi.ops.moe import warm_up
 from envoi.runtime.devices import Target
-from envoi.runtime.rehearsal import compile_here, find
+from envoi.runtime.planned_kernels import compile_here, find
 from envoi.tune import command as tuning
 from tests.helpers import fresh, stranger
 from tests.moe.layers import make

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import envoi
+from envoi.ops.moe import choose
+from envoi.runtime import program
+from envoi.runtime.devices import Target
 from envoi.types import ExpertWeights, Routing
 
 BF16 = torch.bfloat16
@@ -26,6 +29,23 @@ def test_a_layer_is_planned_without_a_gpu():
     assert (made.outputs.shape, made.outputs.dtype, made.outputs.device.type) == ((6400, 256), BF16, "meta")
     rows = 6400 * 8
     assert rows * (256 + 256 + 256) * 2 < made.workspace_bytes < 1.02 * rows * 3 * 256 * 2  # gathered, hidden, rows
+
+
+def test_a_call_without_tokens_has_no_launches():
+    made = envoi.plan(envoi.moe, *layer(0))
+    assert (made.launches, made.workspace_bytes, made.outputs.shape) == ((), 0, (0, 256))
+    given = layer(0)
+    tensors = given[0], given[1].topk_weights, given[1].topk_ids, given[2].gate_up, given[2].down
+    assert program.plan(envoi.moe.__wrapped__, given, {}, tensors, Target("sm_90")).refusal == ""
+
+
+def test_a_choices_own_tensors_take_no_workspace():
+    sizes = []
+    for _ in range(2):  # the first makes what the second finds
+        sizes.append(envoi.plan(envoi.moe, *layer(6400)).workspace_bytes)
+        choose._rows(1, 256, None)
+    choose._rows.cache_clear()
+    assert envoi.plan(envoi.moe, *layer(6400)).workspace_bytes == sizes[0] == sizes[1]
 
 
 def test_fewer_multiprocessors_and_another_architecture():

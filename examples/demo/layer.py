@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from envoi.check import expect_int
 from envoi.ops.moe import reference
+from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.layer import has_kernels
 from envoi.ops.moe.op import flatten, unflatten
 from envoi.ops.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
 from envoi.ops.moe.parallel import combine as nvlink_combine

@@ -7,7 +7,7 @@ from envoi.epilogues import EpilogueError, epilogue
 from envoi.estimates import estimate
 from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.ops.indexer import indexer_topk
-from envoi.ops.moe import moe
+from envoi.ops.moe import moe, supports
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.ops.moe.router import route
 from envoi.planning import plan
@@ -34,5 +34,6 @@ __all__ = [
     "plan",
     "route",
     "router",
+    "supports",
     "warm_up",
 ]

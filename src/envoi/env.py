@@ -67,6 +67,16 @@ def nvtx() -> bool:
     return _switch("ENVOI_NVTX", False)
 
 
+def serves_vllm() -> bool:
+    """Return True to run vLLM's MoE layers: `ENVOI_VLLM=1`, see `integrations.vllm`. Read in each of its processes."""
+    return _switch("ENVOI_VLLM", False)
+
+
+def is_on(name: str) -> bool:
+    """Return True if an engine's own variable is set to anything but 0 or nothing."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
 def _switch(name: str, default: bool) -> bool:
     """Return whether a variable is 1; the default if it is unset or empty. Raises ValueError unless it is 0 or 1."""
     value = os.environ.get(name, "")

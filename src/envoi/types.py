@@ -213,6 +213,30 @@ class ExpertWeights(_Printed):
     # Puts weights into the order of their device's kernels; set by `ops.moe.packing`; this module imports nothing.
     arrange: ClassVar[Callable[["ExpertWeights"], "ExpertWeights"]] = staticmethod(lambda experts: experts)
 
+    # Packs weights into the memory of packed ones; set by `ops.moe.refit`.
+    refit: ClassVar[Callable[..., "ExpertWeights"]]
+
+    def update_(
+        self, gate_up: Matrix, down: Matrix, *, gate_up_sf: torch.Tensor | None = None,
+        down_sf: torch.Tensor | None = None, gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
+        gate_up_layout: str = "concat", gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None, requantize: bool = False,
+    ) -> "ExpertWeights":  # fmt: skip
+        """Write new weights into this memory, packed as these are, and return self: captured graphs read them.
+
+        Arguments as in `envoi.experts.pack`; format, activation and limit stay. Where these weights are views of a
+        caller's, that memory is written, or nothing if it is what is given: views follow their weights without a call.
+        Weights given in this very memory, by rows, are read before they are written over.
+        Raises ValueError, with nothing written, for other shapes, and for weights that the kernels chosen for these
+        couldn't read: another `QuantTensor.order`, or factors that break `QuantTensor.scales_at_most_2`.
+        """
+        return type(self).refit(
+            self, gate_up, down, gate_up_sf=gate_up_sf, down_sf=down_sf, gate_up_scale=gate_up_scale,
+            down_scale=down_scale, weight_block_size=weight_block_size, gate_up_layout=gate_up_layout,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, requantize=requantize,
+        )  # fmt: skip
+
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "ExpertWeights":
         """Return the weights on a device, in the order of its kernels; tensors that change neither are shared."""
         return type(self).arrange(super().to(device, non_blocking=non_blocking))

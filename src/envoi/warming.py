@@ -16,8 +16,8 @@ from envoi.ops.moe.router.api import check_arguments
 from envoi.ops.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
+from envoi.runtime.planned_kernels import Call, load_at
 from envoi.runtime.program import without_memory
-from envoi.runtime.rehearsal import Call, load_at
 from envoi.types import ExpertWeights, expect_experts
 
 

@@ -13,7 +13,7 @@ from envoi.estimates.layer import rows_per_expert
 from envoi.estimates.machines import H200
 from envoi.estimates.network import Network
 from envoi.estimates.steps import gemm_us, step_of
-from envoi.ops.moe.one_launch.host import MANY_ROWS
+from envoi.ops.moe.choose import ONE_LAUNCH_ROWS_AGAIN
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
 ONE_LAUNCH_SINCE, WITH_MANY_ROWS_SINCE = "2026-11-26", "2026-11-27"  # L1 and L2: few rows an expert; 768 and more
@@ -71,7 +71,7 @@ def test_the_staged_path(num_gpus, format, within, monkeypatch):
     for m in cases:
         sizes, of, tokens = m.case.split()
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
-        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= MANY_ROWS else ONE_LAUNCH_SINCE
+        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= ONE_LAUNCH_ROWS_AGAIN else ONE_LAUNCH_SINCE
         monkeypatch.setattr(total, "takes_one_launch", now if m.date >= since else lambda *_: False)
         plan = estimate(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case

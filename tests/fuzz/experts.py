@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 import envoi
-from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.choose import has_kernels
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.fuzz import approx, formats
 from tests.fuzz.approx import Approx, Arithmetic, U, exact, requantised, silu, wrong

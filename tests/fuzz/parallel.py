@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import envoi
-from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import Routing
 from tests.fuzz.approx import wrong

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.permute import quantize_rows
 from envoi.quant import cast, scheme_named
 from tests.fuzz import formats

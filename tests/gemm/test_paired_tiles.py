@@ -11,11 +11,10 @@ from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import pairs_up
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper import host
-from envoi.ops.gemm.hopper import pairs as paired
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.ops.gemm.hopper.pairs import quantizes_in_pairs, use_pairs
 from envoi.ops.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
+from envoi.ops.moe import choose
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
 from tools.kernel_cases import gemm_hopper as hopper_cases
@@ -154,14 +153,15 @@ def test_candidates(rows, N):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(paired, "num_sms", lambda device: 132)
-    yield
-    use_pairs(None)
+    monkeypatch.setattr(choose, "num_sms", lambda device: 132)
 
 
 def chosen(M: int, N: int = 4096, layout: str = "concat", format: str = "fp8_block128", grouping=EXPERTS_ROWS) -> bool:
     given = hopper_cases.inputs(Case("x", "expert_l1", M, N, 4096, format, num_experts=64, write_tail=False))
-    return quantizes_in_pairs(given.a, given.b, IN_PAIRS[layout], IN_BF16[layout], grouping)
+    if choose.why_not_pairs(given.a, given.b, IN_PAIRS[layout]):
+        return False
+    rows = grouping.likely_rows(given.a.shape[0])
+    return choose.pairs_pay(given.b, IN_PAIRS[layout], IN_BF16[layout], rows)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

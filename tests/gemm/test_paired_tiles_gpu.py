@@ -12,14 +12,15 @@ from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, fitted, why_not
-from envoi.ops.gemm.hopper.pairs import use_pairs
 from envoi.ops.moe import moe
 from envoi.ops.moe.permute import quantize_rows
 from envoi.quant import SCHEMES
 from envoi.quant import quantize as cast_to
+from envoi.runtime import prepared
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import normal
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force
 from tests.moe.layers import Layer, assert_replays_repeat, make
 from tests.moe.test_gpu import assert_right, on_gpu
 
@@ -150,9 +151,10 @@ def test_a_users_epilogue_and_rows_after_the_last_expert(config):
 
 
 @pytest.fixture
-def forced():
-    yield use_pairs
-    use_pairs(None)
+def forced(monkeypatch):
+    yield lambda wanted: force(monkeypatch, pairs=wanted)
+    monkeypatch.undo()
+    prepared.clear()
 
 
 LAYERS = {
@@ -171,7 +173,7 @@ def test_the_layers_bits(name, forced):
     layer = on_gpu(make(**sizes))
     packed = layer.pack("fp8_block128")
     found = []
-    for wanted in (False, None) if name == "few tokens" else (False, True, None):
+    for wanted in (None, False) if name == "few tokens" else (None, False, True):
         forced(wanted)
         found += [moe(layer.tokens, layer.routing, packed) for _ in range(4)]  # the last ones are prepared
     for other in found[1:]:

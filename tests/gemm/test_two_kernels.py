@@ -26,12 +26,6 @@ from tools.machine_code.compile import compile_launch
 BF16, SMS = torch.bfloat16, 132
 
 
-@pytest.fixture(autouse=True)
-def _as_always():
-    yield
-    two_kernels.use(None)
-
-
 def matrix(kind: str, *shape: int) -> torch.Tensor | QuantTensor:
     if kind == "bf16":
         return without_memory(shape, BF16)

@@ -6,11 +6,12 @@ import torch
 from envoi import gemm
 from envoi.epilogues import Col, Row, Tile, epilogue, halves, pairs, quantize, round_bf16, silu
 from envoi.epilogues.library import swiglu_fp8
-from envoi.ops.gemm.hopper import two_kernels
 from envoi.quant import SCHEMES
 from envoi.quant import quantize as cast_to
+from envoi.runtime import prepared
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force, forced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 
@@ -30,7 +31,7 @@ def of_a_tile(acc, other: Tile):
 @pytest.fixture(autouse=True)
 def _as_always():
     yield
-    two_kernels.use(None)
+    prepared.clear()
 
 
 def matrix(rows: int, columns: int, scheme: str, seed: int) -> torch.Tensor | QuantTensor:
@@ -48,9 +49,9 @@ def ways(ep, a, b) -> list[QuantTensor]:
     """Return the outputs by one kernel and by two."""
     operands = operands_of(ep, a.shape[0], b.shape[0])
     found = []
-    for forced in (False, True):
-        two_kernels.use(forced)
-        out = gemm(a, b, ep, **operands)
+    for wanted in (False, True):
+        with forced(two_kernels=wanted):
+            out = gemm(a, b, ep, **operands)
         assert isinstance(out, QuantTensor)
         found.append(out)
     return found
@@ -76,10 +77,10 @@ def test_what_no_number_stands_for_stays_in_its_group():
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
-def test_replayed_prepared_and_plain(scheme):
+def test_replayed_prepared_and_plain(scheme, monkeypatch):
     of_a, of_b = ("fp8_1x128", "fp8_128x128") if scheme == "fp8_block128" else (scheme, scheme)
     b = matrix(4096, 1024, of_b, 1)
-    two_kernels.use(True)
+    force(monkeypatch, two_kernels=True)
     inputs = [matrix(37, 1024, of_a, seed) for seed in range(3)]
     want = [gemm(a, b, swiglu_fp8) for a in inputs]
     graph = torch.cuda.CUDAGraph()

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few, fragments
-from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
+from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, few_configs
+from envoi.ops.moe.choose import decode_mx_pays, why_not_decode_mx
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE
 from envoi.runtime.devices import SHARED_BYTES
-from envoi.types import QuantTensor
+from envoi.types import ExpertWeights, QuantTensor
 from tests.gemm.test_mx_widening import bf16, run
 
 
@@ -119,31 +120,30 @@ def test_configs_of_fp8_tokens_fit(hidden, intermediate, slots):
     assert not l1.late
 
 
-def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> few.Layer:
+def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> ExpertWeights:
     def meta(rows: int, columns: int) -> QuantTensor:
         values = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
         sf = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
         return put(QuantTensor(values, sf, (1, 32), scales_at_most_2=True))
 
-    return few.Layer(meta(2 * intermediate, hidden), meta(hidden, intermediate), None, None, "swiglu", None)
+    return ExpertWeights(meta(2 * intermediate, hidden), meta(hidden, intermediate), "mxfp4")
 
 
 def test_what_the_kernels_for_few_tokens_take():
-    assert few.why_not(layer(), 16, 4) == ""
-    assert few.why_not(layer(), 8 * few.MOST_ROWS, 1) == ""
-    assert few.why_not(layer(), 8 * few.MOST_ROWS + 1, 1) == "too many tokens"
-    assert few.why_not(layer(), 1, few.MAX_TOPK + 1) == "too many experts"
-    assert few.why_not(layer(experts=few.MAX_EXPERTS + 1, hidden=64, intermediate=64), 1, 1) == "too many experts"
-    assert few.why_not(layer(1, hidden=14336, intermediate=64), 1, 1) == "tokens too wide for shared memory"
+    assert why_not_decode_mx(layer(), 4) == ""
+    assert decode_mx_pays(layer(), 8 * 20, 1) and not decode_mx_pays(layer(), 8 * 20 + 1, 1)
+    assert why_not_decode_mx(layer(), few.MAX_TOPK + 1) == "too many experts"
+    assert why_not_decode_mx(layer(MAX_EXPERTS + 1, hidden=64, intermediate=64), 1) == "too many experts"
+    assert why_not_decode_mx(layer(1, hidden=14336, intermediate=64), 1) == "tokens too wide for shared memory"
     by_rows = replace(layer(), down=replace(layer().down, order="rows"))
-    assert few.why_not(by_rows, 1, 1) == "the weights' order"
+    assert why_not_decode_mx(by_rows, 1) == "the weights' order"
 
 
 def test_what_the_kernels_for_few_fp8_tokens_take():
     fp8 = layer(put=to_fp8_fragments)
-    assert few.why_not(fp8, 8 * few.MOST_ROWS_FP8, 1) == ""
-    assert few.why_not(fp8, 8 * few.MOST_ROWS_FP8 + 1, 1) == "too many tokens"
-    assert few.why_not(replace(layer(), down=fp8.down), 1, 1) == "the weights' order"
+    assert why_not_decode_mx(fp8, 1) == ""
+    assert decode_mx_pays(fp8, 8 * 6, 1) and not decode_mx_pays(fp8, 8 * 6 + 1, 1)
+    assert why_not_decode_mx(replace(layer(), down=fp8.down), 1) == "the weights' order"
     # Half the bytes of tokens split into two.
-    assert few.why_not(layer(1, hidden=14336, intermediate=64, put=to_fp8_fragments), 1, 1) == ""
-    assert few.why_not(layer(1, hidden=32768, intermediate=64, put=to_fp8_fragments), 1, 1) != ""
+    assert why_not_decode_mx(layer(1, hidden=14336, intermediate=64, put=to_fp8_fragments), 1) == ""
+    assert why_not_decode_mx(layer(1, hidden=32768, intermediate=64, put=to_fp8_fragments), 1) != ""

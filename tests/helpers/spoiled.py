@@ -1,4 +1,4 @@
-"""Scratch memory of prepared calls that is NaN whenever one takes it: none may depend on what it finds there."""
+"""Scratch memory with numbers in it: no launch may depend on what it finds there."""
 
 import math
 
@@ -14,3 +14,10 @@ def take(self: workspace.Scratch, stream: int, num_floats: int) -> torch.Tensor:
     """Stand in for `Scratch.take`."""
     with _disable_current_modes():
         return _take(self, stream, num_floats).fill_(math.nan)
+
+
+def spoil(value: float) -> None:
+    """Fill floats, and scratch memory that no call has, with a number."""
+    kept = [x for found in workspace._scratch.values() for memories in found.free.values() for x in memories]
+    for memory in [*workspace._floats.values(), *kept]:
+        memory.fill_(value)

@@ -7,7 +7,7 @@ import torch
 
 from envoi.experts import from_state_dict, state_dict
 from envoi.ops.moe import moe, pack, unpack
-from envoi.ops.moe.layer import few_layer
+from envoi.ops.moe.choose import why_not_decode_mx
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.layers import eager_bf16, make
@@ -55,11 +55,11 @@ def test_experts_without_a_gate_have_up_alone(format, activation):
 def test_kernels_for_few_tokens_have_two_activations(monkeypatch, format, order):
     monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     for activation in ("swiglu", "swiglu_oai"):
-        assert few_layer(make(activation=activation).pack(format)) is not None
+        assert why_not_decode_mx(make(activation=activation).pack(format), 2) == ""
     for activation in ("geglu", "geglu_tanh", "silu", "relu2"):
         packed = make(activation=activation).pack(format)
         assert packed.order == order
-        assert few_layer(packed) is None
+        assert why_not_decode_mx(packed, 2) == "the activation"
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)

@@ -11,6 +11,7 @@ from envoi.ops.moe.decode.bf16_fp8 import host
 from envoi.ops.moe.layer import run_layer
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import (
     Layer,
@@ -40,15 +41,14 @@ def few(monkeypatch) -> list[str]:
     ran: list[str] = []
     run = host.run
     monkeypatch.setattr(host, "run", lambda *given: ran.append("few") or run(*given))
-    monkeypatch.setattr(host, "MOST_ROWS", 1 << 20)
-    monkeypatch.setattr(host, "MOST_ROWS_OF_WIDE", 1 << 20)
+    force(monkeypatch, decode=True)
     return ran
 
 
 def by_many(packed: ExpertWeights, layer: Layer, monkeypatch) -> torch.Tensor:
     """Return what the kernels for many tokens give."""
     with monkeypatch.context() as context:
-        context.setattr(host, "why_not", lambda *given: "not now")
+        force(context, decode=False)
         return run_layer(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
 
 

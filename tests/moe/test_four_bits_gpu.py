@@ -16,14 +16,16 @@ from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
 from envoi.ops.gemm.hopper_w4a16 import few, many
 from envoi.ops.moe import layer as kernels_layer
 from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.layer import FEW_ACTIVATIONS, run_layer
+from envoi.ops.moe.layer import run_layer
 from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant import dequantize, quantize
 from envoi.quant.fp8_fragments import LEAST_SHIFT, SPREAD, to_fp8_fragments
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import (
     MOST,
@@ -67,8 +69,7 @@ class Kernels:
 def kernels(request, monkeypatch) -> Kernels:
     """Have these kernels run, whatever the number of rows."""
     made = Kernels(*request.param.split())
-    for name in ("MOST_ROWS", "MOST_ROWS_FP8"):
-        monkeypatch.setattr(few, name, 1 << 20 if made.which == "few" else -1)
+    force(monkeypatch, decode_mx=made.which == "few")
     for name, module, function in (("few", few, "moe"), ("many", kernels_layer, "run_experts")):
         original = getattr(module, function)
         monkeypatch.setattr(
@@ -109,7 +110,7 @@ def outputs(layer: Layer, kernels: Kernels, packed: ExpertWeights | None = None)
     assert packed.order == ORDERS[kernels.format]
     kernels.ran.clear()
     got = moe(layer.tokens, layer.routing, packed)
-    assert kernels.ran == [kernels.which if layer.activation in FEW_ACTIVATIONS else "many"]
+    assert kernels.ran == [kernels.which if layer.activation in DECODE_MX_ACTIVATIONS else "many"]
     if packed.format == "mxfp4_fp8":
         assert relative_error(got, rounded_oracle(layer, packed)) <= MOST_FP8
         return got

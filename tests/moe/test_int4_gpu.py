@@ -12,11 +12,13 @@ from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
 from envoi.ops.gemm.hopper_w4a16 import few, many
 from envoi.ops.moe import layer as kernels_layer
 from envoi.ops.moe import moe
-from envoi.ops.moe.layer import few_layer, run_layer
+from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
+from envoi.ops.moe.layer import run_layer
 from envoi.quant import dequantize
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.int4 import FORMS, Form, in_bf16, packed
 from tests.moe.layers import (
@@ -42,7 +44,7 @@ KIMI, HALF, ZEROS = Form(), Form(64, torch.float16), Form(64, torch.float16, Tru
 @pytest.fixture(params=["few", "many"])
 def kernels(request, monkeypatch) -> list[str]:
     """Which kernels are to run, and which have."""
-    monkeypatch.setattr(few, "MOST_ROWS", 1 << 20 if request.param == "few" else -1)
+    force(monkeypatch, decode_mx=request.param == "few")
     ran: list[str] = []
     for name, module, function in (("few", few, "moe"), ("many", kernels_layer, "run_experts")):
         original = getattr(module, function)
@@ -66,7 +68,7 @@ def judged(layer: Layer, form: Form, experts: ExpertWeights | None = None) -> to
 
 def outputs(layer: Layer, kernels: list[str], form: Form) -> torch.Tensor:
     experts = packed(layer, form)
-    few_takes = few_layer(experts) is not None
+    few_takes = experts.activation in DECODE_MX_ACTIVATIONS
     got = judged(layer, form, experts)
     assert kernels[1] == (kernels[0] if few_takes else "many")
     return got

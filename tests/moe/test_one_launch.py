@@ -1,17 +1,22 @@
 """Experts' L1 and L2 in one launch, without a GPU: which calls take it, in which tiles, and what refuses it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.ops.gemm.grouping import Grouping
 from envoi.ops.gemm.hopper.config import Config
+from envoi.ops.moe import choose
+from envoi.ops.moe.choose import why_not_one_launch
 from envoi.ops.moe.one_launch import host
 from envoi.ops.moe.one_launch.config import LANES, LEAST_SHIFT, NUM_COUNTERS, OTHER_COUNTERS, UNIT_COUNTERS, WIDE
 from envoi.ops.moe.warm_up import LayerCall
 from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.planned_kernels import launches_of
 from envoi.runtime.program import without_memory
-from envoi.runtime.rehearsal import launches_of
 from envoi.types import ExpertWeights, QuantTensor
+from tests.helpers.choices import force
 from tests.moe.layers import make
 
 HOPPER = Target("sm_90", 132)
@@ -30,9 +35,8 @@ def names(num_tokens: int, *sizes: int, num_topk: int = 6) -> list[str]:
 
 
 @pytest.fixture
-def forced():
-    yield host.use_one_launch
-    host.use_one_launch(None)
+def forced(monkeypatch):
+    yield lambda wanted: force(monkeypatch, one_launch=wanted)
 
 
 def test_few_rows_take_one_launch_that_is_not_cooperative():
@@ -50,11 +54,11 @@ def test_few_rows_take_one_launch_that_is_not_cooperative():
 
 @pytest.mark.parametrize("sizes", [(4096, 2048, 32), (2048, 768, 64), (7168, 2048, 16)])
 def test_few_and_many_rows_of_an_expert_take_one_launch(sizes):
-    most = host.MOST_ROWS * sizes[2] // 6
+    most = choose.ONE_LAUNCH_ROWS * sizes[2] // 6
     for tokens in (most // 12, most // 5, most - 16):
         assert "fused_kernel" in names(tokens, *sizes)
     assert "fused_kernel" not in names(most + 16, *sizes)
-    many = host.MANY_ROWS * sizes[2] // 6
+    many = choose.ONE_LAUNCH_ROWS_AGAIN * sizes[2] // 6
     assert "fused_kernel" not in names(many - 16, *sizes)
     for tokens in (many + 16, 3 * many):
         assert "fused_kernel" in names(tokens, *sizes)
@@ -66,19 +70,18 @@ def test_an_expert_too_small_for_its_tiles_takes_two():
 
 def test_more_rows_than_a_search_can_tell_apart_take_two():
     sizes = (1 << 20, 256), (1 << 26, 1024), (1 << 27, 1024), (1 << 25, 4096)
-    assert [host._fits_search(*size) for size in sizes] == [True, True, False, False]
+    assert [choose.fits_search(*size) for size in sizes] == [True, True, False, False]
 
 
-def test_what_it_does_not_run(forced):
-    forced(True)
-    rows = QuantTensor(
-        without_memory((64, 4096), torch.float8_e4m3fn), without_memory((64, 32), torch.float32), (1, 128)
-    )
+def test_what_it_does_not_run():
     with standing_for(HOPPER):
-        assert host.takes_one_launch(rows, experts(), EXPERTS_ROWS)
-        assert not host.takes_one_launch(rows, experts(), Grouping()), "rows of no expert are written"
-    assert not host.takes_one_launch(rows, make().pack("fp8_block128"), EXPERTS_ROWS), "no Hopper GPU"
-    assert host.why_not_one_launch(make().pack("bf16")) == "experts in bf16, not fp8_block128"
+        assert why_not_one_launch(experts(), 64) == ""
+        assert why_not_one_launch(experts(), 64, Grouping()) == "rows of no expert are written"
+        assert why_not_one_launch(experts(), 1 << 32) == "more rows than a search can tell apart"
+        ungated = replace(experts(), activation="relu2")
+        assert why_not_one_launch(ungated, 64).startswith("experts whose L1 has no groups")
+    assert why_not_one_launch(make().pack("fp8_block128"), 64) == "experts on cpu, which is no Hopper GPU"
+    assert why_not_one_launch(make().pack("bf16"), 64) == "experts in bf16, not fp8_block128"
 
 
 @pytest.mark.parametrize("hidden", [128, 384, 2816, 7168])
@@ -107,7 +110,7 @@ def test_there_is_a_counter_for_every_unit_of_l1():
 def test_both_gemms_have_the_same_stages(hidden, intermediate, rows, sent):
     with standing_for(HOPPER):
         packed = experts(hidden, intermediate, 4)
-        assert host.why_not_one_launch(packed) == ""
+        assert why_not_one_launch(packed, 8192) == ""
         given = (
             without_memory((8192, hidden), torch.float8_e4m3fn),
             without_memory((8192, hidden // 128), torch.float32),

@@ -10,10 +10,10 @@ from envoi.ops.gemm.hopper.mixed_experts import MANY_ROWS
 from envoi.ops.moe import moe
 from envoi.ops.moe.one_launch import host
 from envoi.ops.moe.one_launch.config import FEW, SQUARE, WIDE
-from envoi.ops.moe.one_launch.host import use_one_launch
 from envoi.runtime import workspace
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import use
 from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import make
@@ -48,14 +48,14 @@ def random_experts(count: int, intermediate: int, hidden: int) -> ExpertWeights:
 @pytest.fixture(autouse=True)
 def as_always():
     yield
-    use_one_launch(None)
+    use()
 
 
 def both(layer, packed) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the layer by two launches, and by one."""
-    use_one_launch(False)
+    use(one_launch=False)
     two = moe(layer.tokens, layer.routing, packed)
-    use_one_launch(True)
+    use(one_launch=True)
     return two, moe(layer.tokens, layer.routing, packed)
 
 
@@ -120,7 +120,7 @@ def launched() -> dict[str, str]:
     """Launch the kernel on the registry's sizes, experts with random bytes: {hash: PTX}."""
     found: dict[str, str] = {}
     packed = random_experts(cases.NUM_EXPERTS, cases.INTERMEDIATE, cases.HIDDEN)
-    use_one_launch(True)
+    use(one_launch=True)
     for tokens in (cases.M, cases.M // 8):
         sizes = {"tokens": tokens, "experts": cases.NUM_EXPERTS, "k": cases.NUM_TOPK, "hidden": cases.HIDDEN}
         layer, layer.routing = on_gpu(make(**sizes, intermediate=128))

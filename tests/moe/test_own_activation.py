@@ -13,7 +13,7 @@ from envoi.ops.moe import moe, pack
 from envoi.ops.moe.op import constants_of
 from envoi.quant import FORMATS
 from envoi.runtime.devices import Target
-from envoi.runtime.rehearsal import compile_at, find
+from envoi.runtime.planned_kernels import compile_at, find
 from envoi.types import has_gate
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.slow import mostly_slow
@@ -133,19 +133,19 @@ def test_hoppers_kernels_compile(format, name):
 
 def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
     """Return the place of L1 among a call's launches: the first kernel of a GEMM, or of both."""
-    from envoi.runtime.rehearsal import launches_of
+    from envoi.runtime.planned_kernels import launches_of
 
     names = [kernel.fn.__module__ for kernel, *_ in launches_of(call, num_tokens, target)]
     return {next(place for place, name in enumerate(names) if ".gemm." in name or ".one_launch." in name)}
 
 
 def test_kernels_for_few_tokens_leave_it_to_the_others(monkeypatch):
-    from envoi.ops.moe.layer import few_layer
+    from envoi.ops.moe.choose import why_not_decode_mx
 
     monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     packed = layer_of("reglu").pack("mxfp4")
     assert packed.order == "fragments"
-    assert few_layer(packed) is None
+    assert why_not_decode_mx(packed, 1) == "the activation"
 
 
 WRONG = [

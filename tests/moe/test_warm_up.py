@@ -25,10 +25,10 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
-from envoi.runtime import devices, launch, rehearsal, triton_compat, workers
+from envoi.runtime import devices, launch, planned_kernels, triton_compat, workers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
-from envoi.runtime.rehearsal import find, launches_of
+from envoi.runtime.planned_kernels import find, launches_of
 from envoi.types import Routing
 from envoi.warming import RouterCall
 from tests.helpers.slow import mostly_slow
@@ -292,9 +292,9 @@ SMALL = ["warm-up", "--hidden", "320", "--intermediate", "128", "--experts", "4"
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[rehearsal.Site]:
+def found(monkeypatch) -> list[planned_kernels.Site]:
     """Have the command find kernels and compile none. Returns the list that they are appended to."""
-    sites: list[rehearsal.Site] = []
+    sites: list[planned_kernels.Site] = []
 
     def compile_calls(calls, target, most, *_, **__):
         sites.extend(find(calls, target, most if most[-1] < 100 else range(100, 101)).values())

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.runtime import prepared, shortcuts, workspace
+from envoi.runtime import prepared, shortcuts
+from tests.helpers.spoiled import spoil
 from tests.promises.subjects import Subject
 
 REFUSED = "refused while a graph is captured"  # the text of a result
@@ -96,7 +97,7 @@ def dirty(device: torch.device, number: int) -> None:
     """Fill memory that the next call will be given: with NaN, zeros, ones, in turn."""
     for size in (1 << 12, 1 << 16, 1 << 20) if device.type == "cpu" else (1 << 14, 1 << 20, 1 << 24):
         torch.empty(size, dtype=torch.uint8, device=device).fill_((0xFF, 0, 0x3F)[number % 3])
-    workspace.spoil((math.nan, 0.0, 1.0)[number % 3])
+    spoil((math.nan, 0.0, 1.0)[number % 3])
 
 
 def prepared_or_plain(subject: Subject, seed: int, draws: int, device: torch.device) -> Result:

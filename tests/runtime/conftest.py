@@ -7,8 +7,7 @@ import pytest
 from envoi.ops.gemm import backend
 from envoi.ops.indexer import fast, select
 from envoi.ops.moe import api as moe_api
-from envoi.ops.moe import layer, permute
-from envoi.ops.moe.one_launch import host as one_launch
+from envoi.ops.moe import choose, permute
 from envoi.ops.moe.parallel import symmetric_memory
 from envoi.ops.moe.router import host as router_host
 from envoi.runtime import devices, workspace
@@ -22,7 +21,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     made = CompilingDriver()
     fake_driver.install(monkeypatch, made)
     packing = import_module("envoi.ops.moe.packing")  # the package has a function of this name
-    for module in (backend, fast, layer, one_launch, packing, router_host, select):
+    for module in (backend, choose, fast, packing, router_host, select):
         monkeypatch.setattr(module, "implementation", lambda device: "hopper")
     monkeypatch.setattr(devices, "_num_sms", lambda device: 132)
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)

@@ -21,7 +21,7 @@ before = state()
 import envoi
 from envoi.ops.moe import warm_up
 from envoi.ops.moe.parallel.command import experts_without_memory
-from envoi.runtime import rehearsal, triton_compat
+from envoi.runtime import planned_kernels, triton_compat
 from envoi.runtime.devices import Target, standing_for
 assert state() == before, "an import"
 target = Target("sm_90")
@@ -30,7 +30,7 @@ with standing_for(target):
 sites = warm_up.compile_calls(calls, target, range(1, 3), 2, progress=False, for_launch=True)
 assert len(sites) >= 3
 assert state() == before, "a warm-up"
-rehearsal.compile_here(calls, target, sites[0])
+planned_kernels.compile_here(calls, target, sites[0])
 assert state() == before, "a compilation in this process"
 """
 

@@ -25,8 +25,7 @@ from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config, fitted
 from envoi.runtime import launch, program, shortcuts, workspace
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared import calls, driver, forms, parameters, replay
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import calls, driver, exactly, forms, parameters, replay
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import gemm_cases, moe_cases, normal, route_cases

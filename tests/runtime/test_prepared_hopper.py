@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import envoi
 from envoi.runtime import shortcuts, workspace
 from envoi.runtime.prepared import Calls, calls
 from tests.helpers.compiling_driver import CompilingDriver
@@ -81,3 +82,11 @@ def storage(x: torch.Tensor) -> tuple[int, int]:
 )
 def test_parameters(name, hopper):
     assert_replayed(CASES[name], hopper)
+
+
+def test_a_call_without_tokens_is_replayed(hopper):
+    (tokens, routing, *rest), named = LAYERS["moe-bf16"].arguments(0)
+    given = tokens[:0], envoi.Routing(routing.topk_weights[:0], routing.topk_ids[:0], routing.num_experts), *rest
+    outs = [envoi.moe(*given, **named) for _ in range(3)]
+    assert all(out.shape == given[0].shape and out.dtype == torch.bfloat16 for out in outs)
+    assert not calls._calls.refusals() and len(calls._calls.known) == 1 and not hopper.calls

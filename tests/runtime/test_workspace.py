@@ -9,6 +9,7 @@ import torch
 
 from envoi.runtime import workspace
 from envoi.runtime.workspace import FOR_GRAPHS, NONE, Kept
+from tests.helpers.spoiled import spoil
 
 CPU = torch.device("cpu")
 
@@ -97,7 +98,7 @@ def test_launches_of_a_stream_share_floats_up_to_a_number(on, floats):
     assert start(floats(10)) != start(more), "of a capture"
     on(2)
     assert start(floats(10)) != start(more), "of another stream"
-    workspace.spoil(7.0)
+    spoil(7.0)
     assert (floats(10) == 7.0).all()
 
 
@@ -147,10 +148,10 @@ def test_calls_at_once_and_other_streams_have_scratch_memory_of_their_own(scratc
     memory = scratch.take(2, 10)
     assert start(memory) == start(taken[2][1])
     memory.fill_(5.0)
-    workspace.spoil(3.0)
+    spoil(3.0)
     assert (memory == 5.0).all(), "a call has it"
     scratch.give_back(2, memory)
-    workspace.spoil(7.0)
+    spoil(7.0)
     assert (scratch.take(2, 10) == 7.0).all()
     workspace.forget_scratch()
     assert not scratch.free

@@ -30,7 +30,7 @@ def launch_of(
     sizes: tuple[int, int, int] = SIZES, num_experts: int = 0,
 ) -> Launch:  # fmt: skip
     """Return the launch with an epilogue. dtypes: of a and b; uint8 is FP4. num_experts: 0 = ungrouped."""
-    with triton_compat.pretending(BLACKWELL[0]):
+    with triton_compat.driver_for(BLACKWELL[0]):
         grid, arguments = host.arguments(call_of(epilogue, config, dtypes, sizes, num_experts), config, NUM_SMS)
     return Launch(gemm_kernel, grid, arguments, {"num_warps": config.num_warps})
 

@@ -1,7 +1,7 @@
 """Block sizes of the two grouped GEMMs: on Hopper the kernels' own choice, on Blackwell the fastest that fit."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -9,17 +9,21 @@ from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogues.lower import Lowered, lower
 from envoi.estimates.layer import MoeLayer, rows_per_expert, tiles_per_expert
-from envoi.estimates.machines import W4A8, W4A16, WIDENED, Machine
+from envoi.estimates.machines import W4A8, WIDENED, Machine
 from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
-from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper import host as hopper
+from envoi.ops.gemm.hopper_mx import config as hopper_mx
 from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, costs_of, mean_cost, w4a8_config
+from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
+from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
+from envoi.ops.moe.decode.bf16_fp8 import config as decode
 from envoi.quant.formats import Scheme
-from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
+from envoi.runtime.devices import Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 WIDTHS = (256, 128)  # Blackwell's tiles; narrower ones read the tokens more often
 MAX_STAGES = 12
-MX_GROUP, MX_TILE = 32, 64  # MX_TILE: of weights in the order of fragments, either way
+MX_GROUP = 32
 META = torch.device("meta")
 
 
@@ -59,16 +63,14 @@ def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
 def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
     if machine.arch == "sm_100":
         return _blackwell(layer, machine, nk, epilogue)
-    from envoi.ops.gemm.hopper import host as hopper  # imports Triton, which `import envoi` must not do
-    from envoi.ops.gemm.hopper_mx import config as hopper_mx
-
-    few = _few(layer, nk)
-    if few is not None:
-        return few
-    if layer.format in W4A16 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
-        return _w4a16(layer, machine, nk)
-    if layer.format == W4A8 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
-        return _widened(layer, nk, w4a8_config(*nk, layer.num_rows, layer.num_local_experts, machine.num_sms))
+    choice = choice_of(layer, machine)
+    if choice.path in (LayerPath.DECODE, LayerPath.DECODE_MX):
+        return (_decode if choice.path is LayerPath.DECODE else _decode_mx)(layer, machine, nk)
+    kernels = choice.l1 if nk == layer.l1_nk else choice.l2
+    if kernels in ("w4a8", "w4a16"):
+        widened = "e4m3" if kernels == "w4a8" else "nvfp4" if layer.format == "nvfp4" else "bf16"
+        sizes = *nk, layer.num_rows, layer.num_local_experts, machine.num_sms
+        return _widened(layer, nk, w4a8_config(*sizes, widened=widened))
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 8 if layer.format == "mxfp8" else 4
@@ -86,55 +88,45 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_tail_tiles else counted
 
 
-def takes_one_launch(layer: MoeLayer, machine: Machine, l1: Blocks) -> bool:
-    """Return True if L1 and L2 are one launch on a rank, by the rule of `envoi.ops.moe.one_launch`. l1: L1's tiling."""
-    from envoi.ops.moe.one_launch import host  # imports Triton, which `import envoi` must not do
+def choice_of(layer: MoeLayer, machine: Machine) -> Choice:
+    """Return the kernels of a rank's experts; those for few tokens run where one rank has all experts."""
+    target = Target(machine.arch, machine.num_sms)
+    with standing_for(target):
+        experts = _experts(layer, target)
+        if layer.num_gpus > 1:
+            return choose_experts(experts, layer.num_rows)
+        return choose_layer(experts, layer.num_tokens, layer.num_topk)
 
-    if layer.num_hosts > 1 or l1.shared_evenly:  # the kernels for few tokens come first
-        return False
-    with standing_for(Target(machine.arch, machine.num_sms)):
-        rows = _matrix((layer.num_rows, layer.hidden), layer.formats.activations)
-        return host.takes_one_launch(rows, _experts(layer), EXPERTS_ROWS)
+
+def takes_one_launch(layer: MoeLayer, machine: Machine) -> bool:
+    """Return True if L1 and L2 are one launch on a rank."""
+    return layer.num_hosts == 1 and choice_of(layer, machine).path is LayerPath.ONE_LAUNCH
 
 
-def _experts(layer: MoeLayer) -> ExpertWeights:
-    """Return a rank's experts, without memory."""
+@lru_cache(maxsize=64)
+def _experts(layer: MoeLayer, target: Target) -> ExpertWeights:
+    """Return a rank's experts without memory, in the order of the target's kernels. target: of `standing_for`."""
     sizes = layer.l1_nk, layer.l2_nk
-    gate_up, down = (_matrix((layer.num_local_experts, *size), layer.formats.weights) for size in sizes)
-    return ExpertWeights(gate_up, down, layer.format)
+    gate_up, down = (_matrix((1, *size), layer.formats.weights) for size in sizes)
+    one = ExpertWeights.arrange(ExpertWeights(gate_up, down, layer.format))  # which takes long for many
+    return one._map(lambda x: x.new_empty((layer.num_local_experts, *x.shape[1:])))
 
 
-def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
-    """Return the tiling of the kernel for few tokens, None where `envoi.moe` takes another; across ranks never."""
-    from envoi.ops.moe.decode.bf16_fp8.config import FEATURES, TOKENS
-    from envoi.ops.moe.decode.bf16_fp8.host import configs_of
-    from envoi.ops.moe.decode.bf16_fp8.host import why_not as why_not_decode
-
-    if layer.num_gpus > 1:
-        return None
-    experts, call = _experts(layer), (layer.num_tokens, layer.num_topk)
-    if why_not_decode(experts, *call):
-        return None
-    config = configs_of(experts, *call)[0]
-    tile = _counted(layer, nk, TOKENS, FEATURES, config.step * config.stage_steps, config.num_stages)
+def _decode(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
+    """Return the tiling of the kernel for few tokens."""
+    experts = _experts(layer, Target(machine.arch, machine.num_sms))
+    config = decode.configs_of(experts, layer.num_tokens, layer.num_topk)[0]
+    sizes = decode.TOKENS, decode.FEATURES, config.step * config.stage_steps, config.num_stages
+    tile = _counted(layer, nk, *sizes)
     return replace(tile, shared_evenly=True, gathers=nk == layer.l1_nk)
 
 
-def _w4a16(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
-    """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4 and
-    INT4, and not across ranks."""
-    from envoi.ops.gemm.hopper_w4a16.few import MOST_ROWS
-    from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
-
-    few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
-    takes_few = layer.format in ("mxfp4", "int4") and layer.num_gpus == 1
-    if takes_few and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
-        tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
-        return replace(tile, shared_evenly=True)
-    widened = "nvfp4" if layer.format == "nvfp4" else "bf16"
-    return _widened(
-        layer, nk, w4a8_config(*nk, layer.num_rows, layer.num_local_experts, machine.num_sms, widened=widened)
-    )
+def _decode_mx(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
+    """Return the tiling of the kernels for few tokens on MXFP4 weights."""
+    sizes = layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows
+    config = few_configs(*sizes, "swiglu", None, False, layer.format == W4A8)[0]
+    tile = _counted(layer, nk, config.tile_tokens, 64 * config.num_row_tiles, 64, config.unroll)
+    return replace(tile, shared_evenly=True)
 
 
 def _widened(layer: MoeLayer, nk: tuple[int, int], config: W4A8Config) -> Blocks:
@@ -159,7 +151,9 @@ def _matrix(shape: tuple[int, ...], scheme: Scheme | None) -> Matrix:
     factors = torch.empty(
         *shape[:-2], -(-shape[-2] // group[0]), -(-shape[-1] // group[1]), dtype=scheme.sf, device=META
     )
-    return QuantTensor(torch.empty(shape, dtype=scheme.values, device=META), factors, group)
+    packed = 2 if scheme.values == torch.uint8 else 1
+    values = torch.empty(*shape[:-1], shape[-1] // packed, dtype=scheme.values, device=META)
+    return QuantTensor(values, factors, group, scales_at_most_2=scheme.sf == torch.float8_e8m0fnu)
 
 
 def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:

@@ -88,7 +88,7 @@ def estimate(
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)
     network = (network or Network()) if several else None
-    one_launch = takes_one_launch(layer, machine, l1)
+    one_launch = takes_one_launch(layer, machine)
     steps = five_steps(layer, machine, l1, l2, presum, one_launch)
     if network is not None:
         steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens)

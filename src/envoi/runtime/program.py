@@ -14,18 +14,18 @@ tells the role, its offset, shape and strides the part.
     FIXED      memory that belongs to the call's object, such as that which ranks share; or no memory
 
 Such a list runs on any tensors of the same shapes (`runtime.prepared`), tells a warm-up what to compile
-(`runtime.rehearsal`), and can be counted and compared. A call that does anything else on the device than launches and
-steps has a refusal, and is made by its host path each time: its operators of torch would be missing.
+(`runtime.planned_kernels`), and can be counted and compared. A call that does anything else on the device than launches
+and steps has a refusal, and is made by its host path each time: its operators of torch would be missing.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.scoped import scoped
@@ -117,6 +117,11 @@ class Builder:
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Make a tensor on "meta"."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """Allow tensors without memory inside the context that no call has: they are kept, or only their form matters."""
+    return _disable_current_modes()
 
 
 @contextmanager

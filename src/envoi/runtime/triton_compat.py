@@ -212,16 +212,16 @@ def source_of(function: JITFunction, arguments: Sequence[Any], arch: str) -> AST
 
 
 @contextmanager
-def pretending(arch: str) -> Iterator[None]:
+def driver_for(arch: str) -> Iterator[None]:
     """Make the driver report `arch` as its GPU inside the context: 3.7's descriptors of FP4 in padded bytes need it."""
-    found, driver._active = driver._active, _Pretended(target_of(arch))  # pyright: ignore[reportAttributeAccessIssue]
+    found, driver._active = driver._active, _CompileOnlyDriver(target_of(arch))  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         driver._active = found
 
 
-class _Pretended:
+class _CompileOnlyDriver:
     """Stand-in for Triton's driver that reports its target and can't run anything; enough to compile."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -233,7 +233,7 @@ class _Pretended:
 def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]) -> Any:
     """Compile the kernel that a launch on a GPU of this architecture would, into Triton's disk cache; no GPU needed."""
     own(kernel)
-    with pretending(arch):
+    with driver_for(arch):
         return compiled_kernel(kernel.warmup(*arguments, grid=(1,), **FP_FUSION, **options))
 
 

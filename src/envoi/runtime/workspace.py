@@ -206,13 +206,6 @@ def forget_scratch() -> None:
         found.free.clear()
 
 
-def spoil(value: float) -> None:
-    """Fill floats, and scratch memory that no call has, with a number, for tests: launches mustn't depend on it."""
-    kept = [memory for found in _scratch.values() for memories in found.free.values() for memory in memories]
-    for memory in [*_floats.values(), *kept]:
-        memory.fill_(value)
-
-
 def under_way(device: torch.device) -> tuple[int, int]:
     """Return the current stream and the number of the capture under way on it, or NONE."""
     stream = torch.cuda.current_stream(device).cuda_stream

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
@@ -21,7 +21,7 @@ SIZES = {"max_tokens": 70, "num_topk": 9}
 @pytest.fixture(autouse=True)
 def one_rank_as_many(monkeypatch):
     """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    monkeypatch.setattr(few, "MOST_ROWS", -1)
+    force(monkeypatch, decode_mx=False)
 
 
 @pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], [2]))

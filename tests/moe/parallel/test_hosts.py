@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import hosts as module
 from envoi.ops.moe.parallel.hosts import check_backend, check_machines
 from envoi.ops.moe.parallel.timeout import PeerTimeout
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
@@ -22,7 +22,7 @@ GROUPINGS = {"2 x 2": list("aabb"), "mixed": list("abba"), "4 x 1": list("abcd")
 @pytest.fixture(autouse=True)
 def one_rank_as_many(monkeypatch):
     """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    monkeypatch.setattr(few, "MOST_ROWS", -1)
+    force(monkeypatch, decode_mx=False)
 
 
 @pytest.mark.parametrize("hosts", GROUPINGS.values(), ids=GROUPINGS)

@@ -35,7 +35,7 @@ from envoi.ops.moe.parallel import symmetric_memory
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.warm_up import LayerCall, without_tensors
 from envoi.runtime.devices import Target
-from envoi.runtime.rehearsal import find
+from envoi.runtime.planned_kernels import find
 
 class Allocator:
     @staticmethod

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
@@ -21,6 +20,7 @@ from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force
 from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
@@ -49,7 +49,7 @@ def on_gpu(layer, routing=None):
 @pytest.fixture(autouse=True)
 def one_rank_as_many(monkeypatch):
     """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    monkeypatch.setattr(few, "MOST_ROWS", -1)
+    force(monkeypatch, decode_mx=False)
 
 
 def on_one_rank(case: Case) -> torch.Tensor:

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.ops.moe.one_launch import host as one_launch
 from envoi.ops.moe.parallel import ExpertParallel
 from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.runtime.prepared.replay import Prepared
 from envoi.runtime.program import tensors_in
+from tests.helpers.choices import force
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
@@ -51,7 +51,7 @@ def group(tmp_path) -> Iterator[None]:
 )  # fmt: skip
 def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(one_launch._choice, "forced", way == "one launch" or None)
+    force(monkeypatch, one_launch=way == "one launch" or None)
     parallel = ExpertParallel(make(**SIZES).pack(format), max_tokens=16, num_topk=2)
     owner = WAYS[way](SharedLayout(1, 4, 16, 2, 256, format, presum))
     use(parallel, owner)

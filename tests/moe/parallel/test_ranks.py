@@ -8,12 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from envoi.epilogues.activation import written
-from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel
 from envoi.ops.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
@@ -30,7 +30,7 @@ def on_one_rank(case: Case) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def one_rank_as_many(monkeypatch):
     """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    monkeypatch.setattr(few, "MOST_ROWS", -1)
+    force(monkeypatch, decode_mx=False)
 
 
 def random_cases(num_ranks: int, count: int, seed: int) -> list[Case]:

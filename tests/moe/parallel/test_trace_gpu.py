@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.one_launch.host import use_one_launch
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.parallel.trace import COLUMNS, ROLES, Timeline
 from envoi.runtime import timeline
 from envoi.runtime.timeline import Recorder, Slice
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import use
 from tests.helpers.ranks import gpu_ranks, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import domains
@@ -38,10 +38,10 @@ def test_a_traced_call_has_the_same_bits(format, sizes, one_launch):
     packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
     parts = domains.split(layer, [tokens // 3, tokens])
     recorder = Recorder(ROLES, torch.device("cuda"))
-    use_one_launch(one_launch)
+    use(one_launch=one_launch)
     with timeline.tracing(recorder):
         out = torch.cat(domains.moe(opened, parts, packed))
-    use_one_launch(None)
+    use()
     assert_same_bits(out, moe(layer.tokens, layer.routing, layer.pack(format)))
     slices = [Slice(*row) for row in recorder.slices().tolist()]
     assert all(s.begin <= s.end for s in slices)
@@ -67,7 +67,7 @@ def tiles_of(consumers: list[list[int]]) -> list[int]:
 
 def traced(rank: int, num_ranks: int, one_launch: bool) -> tuple[Timeline, bool, str]:
     """Trace a call between two calls; return the timeline, whether these have equal bits, and an error's text."""
-    use_one_launch(one_launch)
+    use(one_launch=one_launch)
     layer, ends = make(**SIZES), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "fp8_block128", rank, ends)
     inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])

@@ -9,7 +9,7 @@ from envoi.ops.moe.parallel import ExpertParallel, api, warm_up
 from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.rehearsal import find
+from envoi.runtime.planned_kernels import find
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make

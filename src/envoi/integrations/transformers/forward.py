@@ -19,7 +19,7 @@ from envoi.integrations.transformers.modules import (
     released,
     weight_block,
 )
-from envoi.ops.moe import layer, moe
+from envoi.ops.moe import choose, moe
 from envoi.ops.moe.op import empty_out, tensors_of
 from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
@@ -177,7 +177,7 @@ def _experts(
 def _run(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
+    if topk_ids.device.type == "cpu" or not choose.has_kernels(topk_ids.device):
         # The kernels mask these themselves.
         topk_ids = topk_ids.masked_fill(topk_ids >= experts.num_local_experts, -1)
     routing = Routing(topk_weights, topk_ids, experts.num_local_experts)

@@ -19,8 +19,7 @@ from envoi.ops.gemm.batch import batch_rows
 from envoi.ops.gemm.grouping import ALL_ROWS, INVARIANT_ROWS
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.custom_op import autocast_dtype, operator
-from envoi.runtime.prepared import prepared
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly, prepared
 from envoi.types import Matrix, QuantTensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,5 +1,7 @@
 """Choice of a GEMM's implementation: Hopper's kernels, Hopper's for MX weights, the Triton kernels, or torch."""
 
+from collections.abc import Callable
+
 import torch
 
 from envoi import log
@@ -12,52 +14,58 @@ from envoi.types import Matrix, QuantTensor
 @log.choices
 def run_kernels(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    grouping: Grouping = ALL_ROWS,
+    grouping: Grouping = ALL_ROWS, kernels: str = "",
 ) -> list[torch.Tensor] | None:  # fmt: skip
     """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None if torch should compute.
 
-    On Hopper, calls that its two kernels refuse run on the Triton kernels. float32 on a GPU runs on torch: it's faster.
+    kernels: as `kernels_for` names them, where a caller has asked it. float32 on a GPU runs on torch: it's faster.
     """
     kind = implementation(a.device)
     if kind == "torch" or (on_gpu(a.device) and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
+    if isinstance(b, QuantTensor) and b.order != "rows" and offsets is None:
+        raise ValueError("weights: expected them by rows for a GEMM without offsets, got them in fragment order")
+    from envoi.ops.gemm.hopper import host as hopper
+    from envoi.ops.gemm.hopper_mx import host as hopper_mx
+    from envoi.ops.gemm.hopper_w4a8 import host as w4a8
+    from envoi.ops.gemm.hopper_w4a16 import many
+    from envoi.ops.gemm.triton import host as triton
+
+    runs = {
+        "hopper": hopper.run_gemm, "hopper_mx": hopper_mx.run_gemm, "triton": triton.run_gemm,
+        "w4a8": w4a8.run, "w4a16": many.run,
+    }  # fmt: skip
+    run: Callable = runs[kernels or kernels_for(kind, a, b, ir, grouping)]
+    return run(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
+
+
+def kernels_for(kind: str, a: Matrix, b: Matrix, ir: IR, grouping: Grouping = ALL_ROWS) -> str:
+    """Return which kernels run a GEMM: "hopper", "hopper_mx", "triton", or those of one order of weights.
+
+    kind: of the device, from `runtime.devices.implementation`. On Hopper, calls that its two kernels refuse run on the
+    Triton kernels. Weights in an order of fragments have one kernel, "w4a8" or "w4a16"; raises ValueError for what that
+    can't run: packing chose it, and no other computes in its stead.
+    """
     if isinstance(b, QuantTensor) and b.order != "rows":
-        return _run_fragments(a, b, offsets, ir, out_dtype, operands, grouping)
+        return _kernels_for_fragments(a, b, ir, grouping)
     if kind == "hopper":
         from envoi.ops.gemm.hopper import host as hopper
 
         if not hopper.why_not_hopper(a, b, ir):
-            return hopper.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)
+            return "hopper"
         from envoi.ops.gemm.hopper_mx import host as hopper_mx
 
         if not hopper_mx.why_not_mx(a, b, ir):
-            return hopper_mx.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
-    from envoi.ops.gemm.triton import host as triton
-
-    return triton.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)
+            return "hopper_mx"
+    return "triton"
 
 
-def quantizes_in_l1(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR, grouping: Grouping) -> bool:
-    """Return True if the experts' L1 should quantise in groups of 128 itself; see `envoi.ops.gemm.hopper.pairs`."""
-    if implementation(rows.device) != "hopper":
-        return False
-    from envoi.ops.gemm.hopper import pairs
+def _kernels_for_fragments(a: Matrix, b: QuantTensor, ir: IR, grouping: Grouping) -> str:
+    from envoi.ops.gemm.hopper_w4a8.host import why_not_w4a8
+    from envoi.ops.gemm.hopper_w4a16.many import why_not_many
 
-    return pairs.quantizes_in_pairs(rows, weights, in_pairs, in_bf16, grouping)
-
-
-def _run_fragments(
-    a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    grouping: Grouping,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Run the one kernel that reads weights in this order; packing chose it, and no other computes in its stead."""
-    from envoi.ops.gemm.hopper_w4a8 import host as w4a8
-    from envoi.ops.gemm.hopper_w4a16 import many
-
-    takes = w4a8.why_not_w4a8 if isinstance(a, QuantTensor) else many.why_not_many
-    why = "no offsets" if offsets is None else takes(a, b, ir, grouping)
-    if offsets is None or why:
+    quantised = isinstance(a, QuantTensor)
+    why = (why_not_w4a8 if quantised else why_not_many)(a, b, ir, grouping)
+    if why:
         raise ValueError(f"weights: expected them by rows for this GEMM, got them in fragment order ({why})")
-    if isinstance(a, QuantTensor):
-        return w4a8.run(a, b, offsets, ir, out_dtype, operands, grouping)
-    return many.run(a, b, offsets, ir, out_dtype, operands, grouping)
+    return "w4a8" if quantised else "w4a16"

@@ -11,8 +11,7 @@ from envoi.ops.indexer.certificate import HEADS
 from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
 from envoi.ops.indexer.select import orders_for, run
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared import prepared
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly, prepared
 
 TOPK = (512, 1024, 2048)
 MODES = ("fast", "exact")

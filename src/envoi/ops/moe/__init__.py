@@ -5,5 +5,7 @@ Read in this order: reference, api, experts, permute, combine, kernels.
 
 from envoi.ops.moe.api import moe
 from envoi.ops.moe.packing import pack, unpack
+from envoi.ops.moe.refit import refit  # noqa: F401  # gives ExpertWeights its `update_`
+from envoi.ops.moe.support import supports
 
-__all__ = ["moe", "pack", "unpack"]
+__all__ = ["moe", "pack", "supports", "unpack"]

@@ -3,7 +3,7 @@
 import torch
 
 from envoi.check import expect_bool
-from envoi.ops.moe import layer, reference
+from envoi.ops.moe import choose, layer, reference
 from envoi.ops.moe.op import (
     as_rows,
     check_ids,
@@ -11,28 +11,29 @@ from envoi.ops.moe.op import (
     constants_of,
     empty_out,
     flatten,
+    here,
     mlp_flops,
     tensors_of,
     unflatten,
     widened,
 )
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared import prepared
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly, prepared
 from envoi.types import ExpertWeights, Routing
 
 
-def _given(tokens, routing, experts, *, batch_invariant=False):
+def _given(tokens, routing, experts, *, batch_invariant=False, expert_map=None):
     if type(routing) is not Routing or type(experts) is not ExpertWeights:
         return None
-    tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+    tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), expert_map
     return (routing.num_experts, exactly(batch_invariant), *constants_of(experts)), tensors
 
 
 @prepared(_given)
 def moe(
     tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, *, batch_invariant: bool = False,
-    out: torch.Tensor | None = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
+    expert_map: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None, num_sms: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 
@@ -47,6 +48,9 @@ def moe(
         int4 and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
         doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile
         for it.
+    expert_map: where `experts` are some of the routing's, as on one rank of several: int32 [routing.num_experts], which
+        of `experts` an id stands for, -1 for one that isn't here, whose slots count as masked. Applied by operators of
+        torch before the layer's launches.
     out, workspace, num_sms: as in `envoi.gemm`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
@@ -54,14 +58,16 @@ def moe(
     bits. Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. The host doesn't
     wait for a GPU, so that a CUDA graph can capture the call: there a slot whose id is no expert counts as masked.
     """
+    if expert_map is not None:
+        return moe(tokens, here(routing, experts, expert_map), experts, batch_invariant=batch_invariant)
     rows, slots, dtype = as_rows(tokens, routing)
     check_tokens(rows, slots, experts)
     expect_bool("batch_invariant", batch_invariant)
     if routing.num_experts != experts.num_local_experts:
         raise ValueError(
             f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
-            "use ExpertParallel where they are spread over ranks, envoi.router.split_identity where ids past the "
-            "weights' mean the identity"
+            "use ExpertParallel or expert_map where they are spread over ranks, envoi.router.split_identity where ids "
+            "past the weights' mean the identity"
         )
     found = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
     return found if rows is tokens and dtype == found.dtype else found.to(dtype).view(tokens.shape)
@@ -81,7 +87,7 @@ def _moe(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
         down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
     )  # fmt: skip
-    has_kernels = layer.has_kernels(topk_ids.device)
+    has_kernels = choose.has_kernels(topk_ids.device)
     if topk_ids.device.type == "cpu" or not has_kernels:
         check_ids(topk_ids, experts.num_local_experts)
     if has_kernels:

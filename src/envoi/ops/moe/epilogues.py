@@ -32,8 +32,7 @@ def l1_epilogues(experts: ExpertWeights) -> tuple[Epilogue, Epilogue | None]:
 
     The first is in the scheme of L2's rows, or in bf16 where a kernel of its own has to quantise. Groups of 32 are
     quantised in any tile (`l1_output_scheme`). Groups of 128 take a pair of tiles, where the GEMM has them and they pay
-    (`envoi.ops.gemm.hopper.pairs`): gated, on Hopper, not for few tokens; in one launch (`envoi.ops.moe.one_launch`)
-    always. A scale a row needs the row.
+    (`envoi.ops.moe.choose`): gated, on Hopper, not for few tokens; in one launch always. A scale a row needs the row.
     """
     activation, limit, layout = experts.activation, experts.swiglu_limit, experts.gate_up_layout
     has_bias, scheme = experts.gate_up_bias is not None, format_named(experts.format).activations

@@ -6,8 +6,9 @@ from typing import Any, cast
 import torch
 
 from envoi.epilogues.api import Epilogue
-from envoi.ops.gemm.backend import quantizes_in_l1, run_kernels
+from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.ops.moe.choose import Choice, LayerPath, choose_experts
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
 from envoi.ops.moe.permute import quantize_rows
@@ -19,25 +20,26 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 def run_experts(
     rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights,
-    grouping: Grouping = EXPERTS_ROWS, progress: torch.Tensor | None = None,
+    grouping: Grouping = EXPERTS_ROWS, progress: torch.Tensor | None = None, choice: Choice | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run L1 -> activation -> quantise -> L2 on rows [P, H] sorted by expert: [P, H] bf16, each row times its weight.
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
     progress: of one launch, as in `one_launch.run_in_one_launch`.
-    In fp8_block128 on Hopper few rows of an expert, and many, go through both GEMMs in one launch, with the same bits
-    (`envoi.ops.moe.one_launch`).
-    Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does; the bits are the same.
+    choice: of the kernels, None to make it (`choose_experts`); the bits are the same by all that run fp8_block128.
     """
     experts = by_kernels(experts)
-    if one_launch.takes_one_launch(rows, experts, grouping):
+    choice = choice or choose_experts(experts, rows.shape[0], grouping)
+    if choice.path is LayerPath.ONE_LAUNCH:
         with span("L1 and L2"):
             return one_launch.run_in_one_launch(rows, weights, offsets, experts, grouping, progress)
     with span("L1"):
-        hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None))
+        hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None), choice)
     with span("L2"):
-        return run_l2(hidden, weights, offsets, experts, grouping)
+        operands = l2_operands(experts, weights)
+        out = _run_grouped_gemm(hidden, experts.down, offsets, l2_epilogue(experts), operands, grouping, choice.l2)
+        return cast(torch.Tensor, out)
 
 
 def by_kernels(experts: ExpertWeights) -> ExpertWeights:
@@ -58,38 +60,28 @@ def in_bf16(weight: Matrix) -> torch.Tensor:
 
 
 def run_l1(
-    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping
-) -> Matrix:
+    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping,
+    choice: Choice,
+) -> Matrix:  # fmt: skip
     """Run L1 -> activation -> quantise: rows [P, H] -> hidden rows [P, I] in the scheme of L2's rows.
 
-    Arguments as in `run_experts`.
+    Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does. Arguments as in `run_experts`.
     """
     operands = l1_operands(experts, weights)
     in_tile, in_pairs = l1_epilogues(experts)
-    epilogue = in_tile
-    if in_pairs is not None and quantizes_in_l1(rows, experts.gate_up, in_pairs.ir, in_tile.ir, grouping):
-        epilogue = in_pairs
-    hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, epilogue, operands, grouping)
+    epilogue = in_pairs if choice.in_pairs and in_pairs is not None else in_tile
+    hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, epilogue, operands, grouping, choice.l1)
     scheme = format_named(experts.format).activations
     if scheme is not None and isinstance(hidden, torch.Tensor):
         hidden = quantize_rows(hidden, offsets, scheme)
     return hidden
 
 
-def run_l2(
-    hidden: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping
-) -> torch.Tensor:
-    """Run L2 on hidden rows [P, I]: [P, H] bf16, each row times its weight. Arguments as in `run_experts`."""
-    operands = l2_operands(experts, weights)
-    rows = _run_grouped_gemm(hidden, experts.down, offsets, l2_epilogue(experts), operands, grouping)
-    return cast(torch.Tensor, rows)
-
-
 def _run_grouped_gemm(
     rows: Matrix, weights: Matrix, offsets: torch.Tensor, epilogue: Epilogue, operands: dict[str, Any],
-    grouping: Grouping,
+    grouping: Grouping, kernels: str,
 ) -> Matrix:  # fmt: skip
     """Run a grouped GEMM whose epilogue has one output; rows that belong to no expert aren't written."""
-    outputs = run_kernels(rows, weights, offsets, epilogue.ir, torch.bfloat16, operands, grouping=grouping)
+    outputs = run_kernels(rows, weights, offsets, epilogue.ir, torch.bfloat16, operands, grouping, kernels)
     values, *sf = cast(list[torch.Tensor], outputs)
     return QuantTensor(values, sf[0], (1, values.shape[1] // sf[0].shape[1])) if sf else values

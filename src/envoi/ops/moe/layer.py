@@ -1,26 +1,18 @@
 """MoE layer on one rank by kernels: sort -> gather -> L1 -> L2 -> combine."""
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a16 import few
+from envoi.ops.moe.choose import LayerPath, choose_layer, decode_mx_layer
 from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.experts import by_kernels, run_experts
 from envoi.ops.moe.permute import combine_rows, gather_rows, sort_slots
 from envoi.quant.formats import format_named
-from envoi.runtime.devices import implementation
 from envoi.spans import span
-from envoi.types import ExpertWeights, QuantTensor
-
-FEW_ACTIVATIONS = ("swiglu", "swiglu_oai")  # of the kernels for few tokens, which take no other epilogue
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Tell whether kernels run on this device; else torch computes the layer (`envoi.ops.moe.reference`)."""
-    return implementation(device) != "torch"
+from envoi.types import ExpertWeights
 
 
 def run_layer(
@@ -33,30 +25,21 @@ def run_layer(
     batch_invariant, sums along K are split at places that depend on the routing, so that bits may differ. The host
     never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
+    if tokens.shape[0] == 0:
+        return torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)  # a call that can be planned
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     experts = by_kernels(experts)
-    few_tokens = None if batch_invariant else few_layer(experts)
-    if few_tokens is not None and not few.why_not(few_tokens, *topk_ids.shape):
-        return few.moe(tokens, topk_weights, topk_ids, few_tokens)
-    if implementation(tokens.device) == "hopper" and not decode.why_not(experts, *topk_ids.shape):
+    num_tokens, num_topk = topk_ids.shape
+    choice = choose_layer(experts, num_tokens, num_topk, batch_invariant)
+    if choice.path is LayerPath.DECODE_MX:
+        return few.moe(tokens, topk_weights, topk_ids, decode_mx_layer(experts))
+    if choice.path is LayerPath.DECODE:
         return decode.run(tokens, topk_weights, topk_ids, experts)
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
     grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant)
-    out = run_experts(rows, weights, row_map.offsets, experts, grouping)
+    out = run_experts(rows, weights, row_map.offsets, experts, grouping, None, choice)
     with span("combine"):
         return combine_rows(out, row_map.slot_to_pos)
-
-
-def few_layer(experts: ExpertWeights) -> few.Layer | None:
-    """Return the experts as the kernels for few tokens take them, None if they don't: they read MXFP4 and INT4."""
-    if experts.order not in few.ORDERS or not isinstance(experts.gate_up, QuantTensor):
-        return None
-    if experts.gate_up.sf.dtype == torch.float8_e4m3fn or experts.activation not in FEW_ACTIVATIONS:
-        return None
-    return few.Layer(
-        experts.gate_up, cast(QuantTensor, experts.down), experts.gate_up_bias, experts.down_bias, experts.activation,
-        experts.swiglu_limit,
-    )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from envoi.check import describe, expect_no_gradients, expect_tensor
 from envoi.quant.formats import INT4, Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_experts
 
 HALVES = torch.bfloat16, torch.float16
@@ -185,6 +185,29 @@ def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
             f"routing.topk_ids: expected ids from 0 to {num_experts - 1}, or -1 for a masked slot, "
             f"got {int(topk_ids[token, slot])} at token {token}, slot {slot}"
         )
+
+
+def here(routing: Routing, experts: ExpertWeights, expert_map: torch.Tensor) -> Routing:
+    """Return a routing to the experts that are here, of ids among all: int32 [num_experts] in the map, -1 = not here.
+
+    Raises ValueError for another map, and on a CPU for ids and numbers in the map that are out of range.
+    """
+    _expect_routing(routing)
+    expect_experts(experts)
+    ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS)
+    expect_tensor("expert_map", expert_map, torch.int32, (routing.num_experts,), ids.device)
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        if ids.dim() == 2:
+            check_ids(ids, routing.num_experts)
+        bad = expert_map[(expert_map < -1) | (expert_map >= experts.num_local_experts)]
+        if len(bad):
+            last = experts.num_local_experts - 1
+            raise ValueError(f"expert_map: expected numbers from -1 to {last}, got {int(bad[0])}")
+    # One more -1 at the end, for what is no id: -1 as an index is the last.
+    extended = torch.nn.functional.pad(expert_map, (0, 1), value=-1)
+    return replace(
+        routing, topk_ids=extended[ids.clamp(-1, routing.num_experts)], num_experts=experts.num_local_experts
+    )
 
 
 def empty_out(tokens, *arguments):

@@ -17,6 +17,7 @@ from envoi.check import (
 )
 from envoi.epilogues.activation import ACTIVATIONS, computed, expect_activation
 from envoi.epilogues.library import swiglu_oai_with
+from envoi.ops.moe.in_place import over
 from envoi.quant import regroup
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
@@ -52,7 +53,7 @@ def pack(
     down_zeros: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
     gate_up_layout: str = "concat", packed_layout: str | None = None, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, activation: str | Callable = "swiglu", swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None, requantize: bool = False,
+    swiglu_alpha: float | None = None, requantize: bool = False, in_place: bool = False,
 ) -> ExpertWeights:  # fmt: skip
     """Pack expert weights once, for every later call of `envoi.moe`.
 
@@ -69,8 +70,7 @@ def pack(
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
     requantize: round numbers that the format can't hold, which is refused else; under "auto" to bf16, if no format
         holds quantised ones, or bf16 not fp16 and fp32 ones.
-    gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
-        gpt-oss). The bias has the same order.
+    gate_up_layout: of rows and bias, "concat" (all gate, then all up; most checkpoints) or "interleaved" (gpt-oss).
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
         gelu(gate) * up, "geglu_tanh" (gelu by tanh); "silu" and "relu2" = relu(up)^2 without a gate, gate_up [E, I, H]
         being up; or a function in the epilogues' language, of gate and up or of up, which is kept as text.
@@ -79,38 +79,40 @@ def pack(
         where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
         in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
+    in_place: write weights and factors whose order changes over those that are given, if they are contiguous, so that
+        they are in memory once; the given tensors have no other use afterwards.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2]. Its
     blocks are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`. On Hopper 4-bit
     weights but "mxfp4_mxfp8" are put in the order of tensor cores where possible, in as much memory; `unpack` reads it.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     MX and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
-    _check_options(format, gate_up_layout, requantize)
+    _check_options(format, gate_up_layout, requantize, in_place)
     _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gated, block = has_gate(activation), _block(weight_block_size)
     parts = 2 if gated and gate_up_layout == "concat" else 1
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, format)
-    down = _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, format)
+    given = gate_up, (down := _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, format))
     chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
     if padding:
-        given = (gate_up, gate_up_sf), (down, down_sf)
-        gate_up, down, gate_up_bias = _in_whole_blocks(*given, gate_up_bias, padding, parts)
-    if not gated:
-        gate_up_layout = layout = "interleaved"  # no rows to move
+        sides = (gate_up, gate_up_sf), (down, down_sf)
+        gate_up, down, gate_up_bias = _in_whole_blocks(*sides, gate_up_bias, padding, parts)
+    gate_up_layout, layout = (gate_up_layout, layout) if gated else ("interleaved",) * 2  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     down_rows = _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    packed = ExpertWeights(rows, down_rows, chosen.name, activation, limit, *biases, layout, padding)
-    return _arranged(packed, (gate_up, down))
+    experts = ExpertWeights(rows, down_rows, chosen.name, activation, limit, *biases, layout, padding)
+    return over(_arranged(experts, ()), given) if in_place else _arranged(experts, (gate_up, down))
 
 
-def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:
+def _check_options(format: str, gate_up_layout: str, requantize: bool, in_place: bool) -> None:
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_bool("requantize", requantize)
+    expect_bool("in_place", in_place)
 
 
 def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:

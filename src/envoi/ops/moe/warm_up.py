@@ -9,11 +9,11 @@ import torch
 
 from envoi.check import expect_bool, expect_int
 from envoi.ops.moe.api import moe
-from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.choose import has_kernels
 from envoi.progress import Progress
 from envoi.runtime.devices import Target
+from envoi.runtime.planned_kernels import Call, Site, compile_at, compile_here, find
 from envoi.runtime.program import without_memory
-from envoi.runtime.rehearsal import Call, Site, compile_at, compile_here, find
 from envoi.runtime.workers import Workers
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
@@ -71,16 +71,11 @@ def compile_calls(
     compiled.
     What a worker fails to compile is compiled by this one, so that the error is one here. Raises RuntimeError.
     """
-    from envoi.ops.gemm.hopper.forced import any_forced  # not at the top: `import envoi` must not import Triton
-
-    if any_forced():  # only this process knows
+    try:
+        with Workers(target.arch, jobs) as workers:
+            sites, failed = _compile_by(workers, calls, target, numbers, progress, for_launch, start)
+    except (OSError, RuntimeError):  # they can't be started, or have ended
         sites = failed = sorted_by_digest(find(calls, target, numbers))
-    else:
-        try:
-            with Workers(target.arch, jobs) as workers:
-                sites, failed = _compile_by(workers, calls, target, numbers, progress, for_launch, start)
-        except (OSError, RuntimeError):  # they can't be started, or have ended
-            sites = failed = sorted_by_digest(find(calls, target, numbers))
     for site in failed:
         try:
             compile_here(calls, target, site)

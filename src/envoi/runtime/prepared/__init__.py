@@ -21,6 +21,6 @@ are off with ENVOI_SAFE_LAUNCH=1, this one also with ENVOI_PREPARED=0 (`shortcut
 Results are bitwise those of a call without it: the same kernels run with the same parameters in the same order.
 """
 
-from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, clear, prepared
+from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, clear, exactly, prepared
 
-__all__ = ["MISSED", "Calls", "Plannable", "clear", "prepared"]
+__all__ = ["MISSED", "Calls", "Plannable", "clear", "exactly", "prepared"]

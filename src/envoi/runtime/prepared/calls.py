@@ -14,6 +14,7 @@ Wrong arguments have no key: planning refuses them, and the call as always says 
 
 import functools
 import operator
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -269,6 +270,15 @@ def prepared(listed: Callable[..., Listed]) -> Callable[[Function], Function]:
         return cast(Function, call)
 
     return decorate
+
+
+def exactly(x: Any) -> Any:
+    """Return a value that equals that of another x only if both have the same type and, if numbers, the same bits.
+
+    For keys: Python calls 1, 1.0 and True equal, and 0.0 and -0.0, but a call may refuse or distinguish them.
+    """
+    kind = type(x)
+    return (kind, struct.pack("d", x)) if kind is float else (kind, x)
 
 
 def given_of(out: Any, memory: Any) -> Given:

@@ -13,33 +13,18 @@ from envoi.epilogues.lower import lower
 from envoi.epilogues.outputs import chunk_columns, rows_must_fit
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Problem, are_few
-from envoi.ops.gemm.hopper.forced import Choice
 from envoi.ops.gemm.hopper.time_model import COSTS, predicted_cycles
 from envoi.runtime.gpu_rates import H200
 
 LAUNCH_US = 3.0  # of a second kernel with few rows, in a graph
 
-_choice = Choice()
 
-
-def use(wanted: bool | None) -> None:
-    """Use two kernels wherever one would do, too (True) or only where none would (False); None: the faster, as always.
-
-    For tests and measurements. Prepared calls are forgotten.
-    """
-    _choice.force(wanted)
-
-
+@tune.remember
 def pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool = False) -> bool:
     """Return True if an epilogue that a tile could hold should run in two kernels.
 
     shipped_only: as for `tune.choose`.
     """
-    return _pay(problem, ir, num_sms, shipped_only) if _choice.forced is None else _choice.forced
-
-
-@tune.remember
-def _pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool) -> bool:
     parts = cut(ir)
     whole = _best_cycles(problem, ir, torch.bfloat16, num_sms, shipped_only)
     first = _best_cycles(problem, parts.first, parts.dtype, num_sms, shipped_only)

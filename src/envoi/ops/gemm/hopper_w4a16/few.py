@@ -14,18 +14,15 @@ from typing import Any
 import torch
 
 from envoi.ops.gemm.hopper_w4a8.host import tables_on
-from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, FewConfig, Int4Form, few_configs
+from envoi.ops.gemm.hopper_w4a16.few_config import FewConfig, Int4Form, few_configs
 from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
 from envoi.quant.fragments import TILE
 from envoi.runtime import devices, workspace
-from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
 from envoi.types import QuantTensor
 
-ORDERS = "fragments", FP8_ORDER
 MAX_TOPK = 32
-MOST_ROWS, MOST_ROWS_FP8 = 20, 6  # of an expert on average; above, the kernels for many tokens are faster
 REGISTERS = 128
 COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
 
@@ -70,17 +67,6 @@ class Buffers:
     hidden_factors: torch.Tensor  # float32 [P, I / 32]
     rows: torch.Tensor  # bf16 [P, H]
     out: torch.Tensor  # bf16 [num_tokens, H]
-
-
-def why_not(layer: Layer, num_tokens: int, num_topk: int) -> str:
-    """Return why the kernels for few tokens can't run this, or aren't faster; "" if they can."""
-    if layer.gate_up.order not in ORDERS or layer.down.order != layer.gate_up.order:
-        return "the weights' order"
-    if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:
-        return "too many experts"
-    if num_tokens * num_topk > (min(MOST_ROWS, MOST_ROWS_FP8) if layer.fp8 else MOST_ROWS) * layer.num_experts:
-        return "too many tokens"
-    return "" if configs_of(layer, 1)[0].shared_bytes <= SHARED_BYTES else "tokens too wide for shared memory"
 
 
 def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> torch.Tensor:

@@ -1,78 +1,28 @@
-"""Host side of the experts in one launch: supported experts, tilings of both GEMMs, the launch."""
+"""Host side of the experts in one launch: tilings of both GEMMs, the launch. When it runs: `envoi.ops.moe.choose`."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from envoi.epilogues.api import Epilogue
-from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import chunk_columns
+from envoi.epilogues.lower import Lowered
 from envoi.ops.gemm.grouping import Grouping
 from envoi.ops.gemm.hopper import host as hopper
 from envoi.ops.gemm.hopper import tune
-from envoi.ops.gemm.hopper.config import LONG_K, PINGPONG_MAX_ROWS_LONG_K, Config, Problem, are_few, fitted, why_not
-from envoi.ops.gemm.hopper.forced import Choice
-from envoi.ops.gemm.hopper.pairs import l1_configs, lowered_pairs, quantize_cycles
+from envoi.ops.gemm.hopper.config import LONG_K, PINGPONG_MAX_ROWS_LONG_K, Config, Problem, fitted, why_not
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.launches import Launch
-from envoi.ops.moe.one_launch.config import (
-    FEW,
-    FEW_ROWS,
-    FORMAT,
-    LEAST_SHIFT,
-    NUM_COUNTERS,
-    SQUARE,
-    UNIT_COUNTERS,
-    WIDE,
-)
-from envoi.ops.moe.permute import empty_rows
-from envoi.quant.formats import format_named
+from envoi.ops.moe.one_launch.config import FEW, FEW_ROWS, LEAST_SHIFT, NUM_COUNTERS, SQUARE, UNIT_COUNTERS, WIDE
 from envoi.runtime import workspace
-from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.devices import num_sms
 from envoi.runtime.math import cdiv
 from envoi.runtime.timeline import UNTRACED
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 BF16 = torch.bfloat16
-# Rows of an expert, up to which one launch is taken and from which on again, and how long it may take by the model
-# compared with two. It saves a launch's end and start and a search for each tile's expert, and mixes experts, which the
-# model doesn't know: 2 to 19 % of the time up to 128 rows, measured on an H200, -2 to 4 % up to 256. Up to 768 it takes
-# 1.00 to 1.02 of that of two; with more 0.99 to 1.01, 0.95 to 1.00 where experts are busy unequally.
-MOST_ROWS, MANY_ROWS, MOST = 256, 768, 1.05
-_choice = Choice()
-
-
-def use_one_launch(wanted: bool | None) -> None:
-    """Run L1 and L2 in one launch wherever the kernel can (True) or nowhere (False); None: where it should be faster.
-
-    For tests and measurements. Prepared calls are forgotten.
-    """
-    _choice.force(wanted)
-
-
-def why_not_one_launch(experts: ExpertWeights) -> str:
-    """Return why one launch can't run these experts' L1 and L2, "" if it can."""
-    if experts.format != FORMAT:
-        return f"experts in {experts.format}, not {FORMAT}"
-    if implementation(experts.device) != "hopper":
-        return f"experts on {experts.device}, which is no Hopper GPU"
-    if not experts.num_local_experts:
-        return "no experts"
-    _, in_pairs = l1_epilogues(experts)
-    refusal = "" if in_pairs is None else hopper.why_not_hopper(_a_row(experts.hidden), experts.gate_up, in_pairs.ir)
-    if refusal:
-        return refusal
-    if in_pairs is None or not hopper.takes_pairs(in_pairs.ir, experts.gate_up.shape[1], experts.num_local_experts):
-        return f"experts whose L1 has no groups of 128 gated columns: {experts.activation}, {experts.intermediate} wide"
-    return hopper.why_not_hopper(_a_row(experts.intermediate), experts.down, l2_epilogue(experts).ir)
-
-
-@lru_cache(maxsize=64)  # tensors without memory take longer to make than all else that a call asks
-def _a_row(width: int) -> Matrix:
-    return empty_rows(1, width, format_named(FORMAT).activations, torch.device("meta"))
 
 
 @dataclass(frozen=True)
@@ -83,52 +33,6 @@ class Planned:
     first_config: Config
     second: hopper.Call
     second_config: Config
-
-
-def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> bool:
-    """Return True if L1 and L2 should be one launch: where it can run them and saves time, in tiles that suit both."""
-    if _choice.forced is False or grouping.write_tail or why_not_one_launch(experts):
-        return False
-    if not _fits_search(rows.shape[0], experts.num_local_experts):
-        return False
-    if _choice.forced:
-        return True
-    tokens, num_local = grouping.likely_rows(rows.shape[0]), experts.num_local_experts
-    if MOST_ROWS * num_local < tokens < MANY_ROWS * num_local:
-        return False
-    hidden, intermediate = experts.hidden, experts.intermediate
-    in_tile, in_pairs = l1_epilogues(experts)
-    problems = (
-        tune.rounded(Problem(tokens, 2 * intermediate, hidden, 1, num_local, scaled=True)),
-        tune.rounded(Problem(tokens, hidden, intermediate, 1, num_local, scaled=True)),
-    )
-    epilogues = in_tile, cast(Epilogue, in_pairs), l2_epilogue(experts)
-    return _pays(problems, tuple(e.ir for e in epilogues), grouping.to is not None, num_sms(experts.device))
-
-
-def _fits_search(num_rows: int, num_experts: int) -> bool:
-    """Return True if an expert's last tile and its number fit an int32 of `MixedTiles.ends`, in tiles of few rows."""
-    tiles = cdiv(num_rows, FEW[0].block_m) + num_experts
-    return tiles * hopper.max_experts(num_experts, False) < 2**31
-
-
-@tune.remember
-def _pays(problems: tuple[Problem, Problem], irs: tuple[Any, ...], scattered: bool, num_sms: int) -> bool:
-    """Return True if the best tiling of one launch should take at most MOST times as long as two, each in its best."""
-    first, second = problems
-    in_tile, in_pairs, l2 = irs
-    few = are_few(second.M // second.num_groups, chunk_columns(l2))
-    last = lower(l2, BF16, "gluon", False, not (scattered or few), frozenset(), (), scattered)
-    tiling = _tiling(problems, (lowered_pairs(in_pairs), last), num_sms)
-    own = [*l1_configs(first, in_pairs, in_tile, num_sms), tune.choose(second, last, num_sms)]
-    if tiling is None or None in own:
-        return False
-    of_pairs, of_alone, of_l2 = (
-        predicted_cycles(problem, cast(Config, config), num_sms)
-        for problem, config in zip((first, first, second), own, strict=True)
-    )
-    two = min(of_pairs, of_alone + quantize_cycles(first)) + of_l2
-    return _cycles(problems, tiling, num_sms) <= MOST * two
 
 
 def run_in_one_launch(
@@ -163,7 +67,7 @@ def plan(
 
     Raises ValueError for experts whose tiles don't fit shared memory.
     """
-    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `why_not_one_launch` has found
+    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # `choose` has found it
     operands, own = l1_operands(experts, weights), replace(grouping, to=None)
     first = hopper.call_of(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, own)
     values, sf = first.outputs
@@ -171,14 +75,14 @@ def plan(
     operands, l2 = l2_operands(experts, weights), l2_epilogue(experts).ir
     second = hopper.call_of(hidden, experts.down, offsets, l2, BF16, operands, grouping)
     problems = tune.rounded(hopper.problem_of(first)), tune.rounded(hopper.problem_of(second))
-    tiling = _tiling(problems, (first.code, second.code), num_sms)
+    tiling = tiling_of(problems, (first.code, second.code), num_sms)
     if tiling is None:
         raise ValueError(f"experts: one launch has no tiling for {problems[0]} and {problems[1]}")
     return Planned(first, tiling[0], second, tiling[1])
 
 
 @lru_cache(maxsize=4096)  # the model takes milliseconds
-def _tiling(
+def tiling_of(
     problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], num_sms: int
 ) -> tuple[Config, Config] | None:
     """Return the tiling of L1 and L2 that should take least time, None if none fits."""
@@ -186,10 +90,11 @@ def _tiling(
     most = PINGPONG_MAX_ROWS_LONG_K if problems[0].K > LONG_K else FEW_ROWS
     is_few = most * problems[0].num_groups >= problems[0].M
     fit = [_fitted(problems, codes, wanted) for wanted in ((FEW,) if is_few else (FEW, WIDE, SQUARE))]
-    return min((one for one in fit if one), key=lambda one: _cycles(problems, one, num_sms), default=None)
+    return min((one for one in fit if one), key=lambda one: cycles_of(problems, one, num_sms), default=None)
 
 
-def _cycles(problems: tuple[Problem, Problem], tiling: tuple[Config, Config], num_sms: int) -> float:
+def cycles_of(problems: tuple[Problem, Problem], tiling: tuple[Config, Config], num_sms: int) -> float:
+    """Return the cycles that L1 and L2 take by the model of time."""
     return sum(predicted_cycles(problem, config, num_sms) for problem, config in zip(problems, tiling, strict=True))
 
 

@@ -264,7 +264,7 @@ class ExpertParallel:
             return 0
         shared = self._shared()
         with self._lock, torch.cuda.device(device):
-            call = self._rehearsed()
+            call = self._call_without_memory()
             sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
             if shared is not None:
                 self._is_loaded = True
@@ -275,7 +275,7 @@ class ExpertParallel:
         self.check()
         return len(sites)
 
-    def _rehearsed(self) -> ParallelCall | CountedCall:
+    def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
         layout = replace(layout, presum=self.presum)
@@ -316,7 +316,7 @@ class ExpertParallel:
         refusal = untraceable(self.exchange, self.experts.device) or self._refusal(rows, slots, self.experts)
         raise_together(gather_texts(self.channel, refusal, TRACE), refusal)
         with self._lock, torch.cuda.device(self.experts.device):
-            call, run = cast(ParallelCall, self._rehearsed()), partial(self._moe, rows, slots)
+            call, run = cast(ParallelCall, self._call_without_memory()), partial(self._moe, rows, slots)
             return trace_call(self.channel, cast(Domain, self.domain), call, len(rows), run)
 
     def close(self) -> None:
@@ -374,7 +374,7 @@ class ExpertParallel:
         device = domain.memory.device
         with torch.cuda.device(device):
             if self._kernels not in domain.has_kernels and compiles(device):
-                compile_together(self.channel, self._rehearsed(), Target.of(device), None, False, FIRST)
+                compile_together(self.channel, self._call_without_memory(), Target.of(device), None, False, FIRST)
                 domain.has_kernels.add(self._kernels)
             self._is_loaded = True
             if refusal:

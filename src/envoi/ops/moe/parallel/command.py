@@ -18,8 +18,8 @@ from envoi.ops.moe.warm_up import ROUTED, LayerCall, compile_calls
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import EVERY_ARCH
+from envoi.runtime.planned_kernels import Call
 from envoi.runtime.program import without_memory
-from envoi.runtime.rehearsal import Call
 from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights, Matrix, has_gate
 

@@ -18,8 +18,8 @@ from itertools import pairwise
 import torch
 
 from envoi.ops.moe import reference
+from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.layer import has_kernels
 from envoi.ops.moe.parallel.collectives import Channel, end_collectives, error_of, exchange_rows, gather_tensors
 from envoi.ops.moe.parallel.progress import HostMarks, oversee_queue
 from envoi.ops.moe.parallel.slots import (

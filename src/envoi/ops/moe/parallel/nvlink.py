@@ -12,8 +12,8 @@ routing, so after all have summed. Within a rank the order of one stream keeps c
 import torch
 
 from envoi.ops.gemm.grouping import Grouping
+from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.layer import has_kernels
 from envoi.ops.moe.parallel import dispatch as dispatch_step
 from envoi.ops.moe.parallel.combine import combine, combine_barrier
 from envoi.ops.moe.parallel.dispatch import dispatch

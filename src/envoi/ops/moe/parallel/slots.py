@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.permute import combine_rows
 from envoi.ops.moe.reference import combine, take_rows
 from envoi.types import ExpertRows, Matrix, QuantTensor

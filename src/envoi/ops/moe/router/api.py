@@ -9,8 +9,7 @@ from envoi.ops.moe.router import host, reference
 from envoi.ops.moe.router.presets import named
 from envoi.ops.moe.router.rules import Rule
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared import prepared
-from envoi.runtime.prepared.constants import exactly
+from envoi.runtime.prepared import exactly, prepared
 from envoi.types import Routing
 
 MAX_EXPERTS = 1024

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from envoi.ops.gemm.hopper.tile_config import SwappedTiles
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import cdiv, next_power_of_2
+from envoi.types import ExpertWeights, QuantTensor
 
 MAX_EXPERTS = 512  # the ends of their tiles are in every warp's registers
 MAX_SLOTS = 512  # every CTA reads all ids
+MAX_TOPK = 32
 FEATURES, TOKENS = 64, 8  # of a tile: the least that wgmma multiplies
 STEP_BYTES = 128  # of a row of weights in a step
 SLAB = 2  # steps of tokens that are copied at once
@@ -93,3 +95,19 @@ def ring(room_steps: int, block_scaled: bool) -> tuple[int, int, int]:
         if room >= least * stage_bytes:
             return min(MOST_STAGE_BYTES, room) // stage_bytes, stage_steps, chunk_slabs
     return 0, 0, 0
+
+
+def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[DecodeConfig, DecodeConfig]:
+    """Return the configs of L1 and of L2."""
+    scaled = isinstance(experts.gate_up, QuantTensor)
+    step = STEP_BYTES if scaled else STEP_BYTES // 2
+    l1_steps, l2_steps = experts.gate_up.shape[-1] // step, experts.down.shape[-1] // step
+    room = max(l1_steps, l2_steps)
+    stages, stage_steps, chunk_slabs = ring(room, scaled)
+    shared = (
+        num_topk, scaled, max(32, next_power_of_2(experts.num_local_experts)),
+        max(128, next_power_of_2(num_tokens * num_topk)), chunk_slabs,
+    )  # fmt: skip
+    stages_of = stages, stage_steps
+    l1, l2 = (l1_steps, room, True), (l2_steps, room, False)
+    return DecodeConfig(*stages_of, *l1, *shared), DecodeConfig(*stages_of, *l2, *shared)

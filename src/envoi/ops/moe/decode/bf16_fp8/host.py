@@ -9,26 +9,13 @@ from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.epilogues.lower import Lowered, lower
 from envoi.epilogues.outputs import operand_tensors
-from envoi.ops.gemm.hopper.host import BLOCK_FACTORS, as_stored
-from envoi.ops.moe.decode.bf16_fp8.config import (
-    CTAS,
-    FEATURES,
-    MAX_EXPERTS,
-    MAX_SLOTS,
-    SCALE_BLOCK,
-    STEP_BYTES,
-    WHOLE_CHUNK,
-    DecodeConfig,
-    ring,
-)
+from envoi.ops.gemm.hopper.host import as_stored
+from envoi.ops.moe.decode.bf16_fp8.config import CTAS, FEATURES, DecodeConfig, configs_of
 from envoi.runtime import devices
-from envoi.runtime.math import next_power_of_2
-from envoi.runtime.tma import as_one_matrix, descriptor, halves_descriptor, is_tma_ready
+from envoi.runtime.tma import as_one_matrix, descriptor, halves_descriptor
 from envoi.spans import span
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import ExpertWeights, Matrix
 
-MAX_TOPK = 32
-MOST_ROWS, MOST_ROWS_OF_WIDE = 4, 1  # of an expert on average; above, the kernels for many tokens are faster
 ALIGNED = 16  # elements and bytes: rows of tokens are copied in pieces of 16 bytes
 
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
@@ -51,58 +38,6 @@ class Buffers:
     hidden: torch.Tensor  # bf16 [P, I]
     rows: torch.Tensor  # bf16 [P, H]
     out: torch.Tensor  # bf16 [num_tokens, H]
-
-
-def why_not(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
-    """Return why the kernel for few tokens can't run this, or isn't faster; "" if it can.
-
-    Depends on shapes, strides and addresses alone, never on ids.
-    """
-    num_slots, num_experts = num_tokens * num_topk, experts.num_local_experts
-    if num_slots > MAX_SLOTS or num_topk > MAX_TOPK or num_experts > MAX_EXPERTS:
-        return "too many slots or experts"
-    in_halves = experts.gate_up_layout == "concat"
-    reason = unreadable(experts.gate_up, in_halves) or unreadable(experts.down, False)
-    if reason:
-        return reason
-    config = configs_of(experts, num_tokens, num_topk)[0]
-    if not config.num_stages:
-        return "tokens too wide for shared memory"
-    most = MOST_ROWS_OF_WIDE if config.block_scaled and config.chunk_slabs < WHOLE_CHUNK else MOST_ROWS
-    return "too many tokens" if num_slots > most * num_experts else ""
-
-
-def unreadable(weights: Matrix, in_halves: bool) -> str:
-    """Return why the kernel can't read these weights; "" if it can. in_halves: gate's rows, then up's."""
-    if isinstance(weights, torch.Tensor):
-        if weights.dtype != torch.bfloat16:
-            return "the weights' format"
-        values, step = weights, STEP_BYTES // 2
-    else:
-        if weights.group != (SCALE_BLOCK, SCALE_BLOCK) or weights.sf.dtype not in BLOCK_FACTORS:
-            return "the weights' format"
-        if weights.shape[-2] % (2 * SCALE_BLOCK if in_halves else SCALE_BLOCK):
-            return "blocks that aren't whole"
-        values, step = weights.values, STEP_BYTES
-    if values.shape[-1] % step:
-        return "a last step along K that isn't whole"
-    return "" if is_tma_ready(values) else "weights that TMA can't read"
-
-
-def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[DecodeConfig, DecodeConfig]:
-    """Return the configs of L1 and of L2."""
-    scaled = isinstance(experts.gate_up, QuantTensor)
-    step = STEP_BYTES if scaled else STEP_BYTES // 2
-    l1_steps, l2_steps = experts.gate_up.shape[-1] // step, experts.down.shape[-1] // step
-    room = max(l1_steps, l2_steps)
-    stages, stage_steps, chunk_slabs = ring(room, scaled)
-    shared = (
-        num_topk, scaled, max(32, next_power_of_2(experts.num_local_experts)),
-        max(128, next_power_of_2(num_tokens * num_topk)), chunk_slabs,
-    )  # fmt: skip
-    stages_of = stages, stage_steps
-    l1, l2 = (l1_steps, room, True), (l2_steps, room, False)
-    return DecodeConfig(*stages_of, *l1, *shared), DecodeConfig(*stages_of, *l2, *shared)
 
 
 def run(

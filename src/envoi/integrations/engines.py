@@ -1,0 +1,153 @@
+"""MoE layers of serving engines: what is refused before weights exist, kernels built before they change, packing.
+
+    Layer       what an engine knows of a layer when it chooses a kernel
+    why_not     Layer -> the reason why Envoi doesn't run it, "" if it does
+    why_unbuilt Layer -> why its kernels can't be compiled and loaded here, "" if they are ready
+    pack_layer  Layer and its tensors -> ExpertWeights that hold no weight twice
+
+An engine that was refused keeps its own kernels: nothing has been changed by then.
+"""
+
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from envoi.ops.moe import moe, pack, supports
+from envoi.ops.moe.op import constants_of
+from envoi.ops.moe.support import without_memory
+from envoi.ops.moe.warm_up import LayerCall, compile_calls, prepare
+from envoi.quant.formats import format_named
+from envoi.runtime import shortcuts
+from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.rehearsal import load_at
+from envoi.types import ExpertWeights, Matrix, QuantTensor
+
+VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them
+ARCH = "sm_90"  # the one on which Envoi is measured against the engines' own kernels
+
+
+@dataclass(frozen=True)
+class Layer:
+    """MoE layer of one rank: num_experts of hidden x intermediate, top_k slots a token; the rest as in `pack`."""
+
+    format: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    activation: str = "swiglu"
+    gate_up_layout: str = "concat"
+    bias: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+
+    def __str__(self) -> str:
+        sizes = f"{self.num_experts} experts of {self.hidden} x {self.intermediate}, top {self.top_k}"
+        return f"{self.format}, {sizes}, {self.activation}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `pack` and `supports` that don't depend on tensors."""
+        found = {"format": self.format, "activation": self.activation, "swiglu_limit": self.limit}
+        return found | ({} if self.alpha is None else {"swiglu_alpha": self.alpha})
+
+    @property
+    def is_viewed(self) -> bool:
+        """Tell whether everything that is packed is a view, which follows weights that an engine moves or reloads."""
+        return self.format in ("bf16", "fp8_block128") and not self.bias
+
+
+def why_not(layer: Layer) -> str:
+    """Return why Envoi doesn't run a layer on this process's GPU, "" if it does. Reads no weights."""
+    return _why_not_here() or supports(
+        **layer.options, hidden=layer.hidden, intermediate=layer.intermediate, num_experts=layer.num_experts,
+        top_k=layer.top_k, bias=layer.bias,
+    ) or ""  # fmt: skip
+
+
+def _why_not_here() -> str:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    found = f"sm_{major}{minor}"
+    return "" if found == ARCH else f"the GPU is {found}, and Envoi's kernels for engines are those of {ARCH}"
+
+
+def on_meta(layer: Layer, target: Target) -> ExpertWeights:
+    """Return such a layer packed for a GPU, without memory, with factors as small as checkpoints have them."""
+    tensors = without_memory(
+        format_named(layer.format), layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias
+    )
+    with standing_for(target):
+        packed = pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options)
+        small = {name: _with_small_factors(getattr(packed, name)) for name in ("gate_up", "down")}
+        return ExpertWeights.arrange(replace(packed, **small))
+
+
+def _with_small_factors(weight: Matrix) -> Matrix:
+    if isinstance(weight, QuantTensor) and weight.order == "rows" and weight.sf.dtype == torch.float8_e8m0fnu:
+        return replace(weight, scales_at_most_2=True)
+    return weight
+
+
+_built: dict[tuple, str] = {}
+_lock = threading.Lock()
+
+
+def why_unbuilt(layer: Layer, max_tokens: int) -> str:
+    """Compile and load on the current GPU what calls with 1 to max_tokens tokens launch; return why that failed, or "".
+
+    Needs no weights, so that an engine can still choose its own kernels. Repeated for an equal layer, it returns what
+    was found at first.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    key = layer, max_tokens, device
+    with _lock:
+        if key not in _built:
+            try:
+                _build(layer, device, max_tokens)
+                _built[key] = ""
+            except Exception as error:  # whatever it is, the engine has kernels of its own
+                _built[key] = (
+                    f"its kernels can't be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                )
+        return _built[key]
+
+
+def _build(layer: Layer, device: torch.device, max_tokens: int) -> None:
+    target = Target.of(device)
+    calls = [LayerCall(on_meta(layer, target), layer.top_k)]
+    for site in compile_calls(calls, target, range(1, max_tokens + 1), None, False, for_launch=True):
+        load_at(calls, target, site)
+
+
+def pack_layer(
+    layer: Layer, gate_up: torch.Tensor, down: torch.Tensor, *, into: ExpertWeights | None = None, **more: Any
+) -> ExpertWeights:  # fmt: skip
+    """Pack a layer's tensors without holding a weight twice: views, or reordered over the tensors' own bytes.
+
+    more: factors, scales and biases as `pack` takes them. into: what an earlier call returned for tensors in the same
+    memory, to be filled anew, so that captured graphs stay valid.
+    """
+    given: dict[str, Any] = {name: None if x is None else x.detach() for name, x in more.items()}
+    gate_up, down = gate_up.detach(), down.detach()
+    if into is not None:
+        return into.update_(gate_up, down, gate_up_layout=layer.gate_up_layout, **given)
+    in_place = layer.format not in VIEWED
+    return pack(gate_up, down, gate_up_layout=layer.gate_up_layout, in_place=in_place, **layer.options, **given)
+
+
+def warm_up(layer: Layer, experts: ExpertWeights, max_tokens: int) -> None:
+    """Make the first calls with few tokens, so that they are prepared; compile what `why_unbuilt` didn't foresee."""
+    from envoi.warming import warm_up as compile_all
+
+    if experts.device.type != "cuda":
+        return
+    foreseen = _built.get((layer, max_tokens, experts.device)) == ""
+    if not foreseen or constants_of(on_meta(layer, Target.of(experts.device))) != constants_of(experts):
+        compile_all(experts, max_tokens, layer.top_k, progress=False)
+    elif shortcuts.PREPARED:
+        prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, layer.top_k)

@@ -1,0 +1,35 @@
+"""vLLM's MoE layers on Envoi's kernels: with ENVOI_VLLM=1, on Hopper.
+
+vLLM finds `register` by the entry point group "vllm.general_plugins" and calls it in each of its processes. Unless
+ENVOI_VLLM=1 it does nothing: an installed package mustn't change what a server computes. `--moe-backend` wins: Envoi
+takes layers only of the automatic choice. Its log, "vllm.envoi", has a line for each kind of layer that Envoi runs, and
+the reason for each kind that it doesn't.
+
+    used      names of vLLM that are relied on, checked before anything is changed
+    select    wraps vLLM's functions that choose kernels for a layer
+    experts   the kernel as vLLM's classes have them
+"""
+
+import logging
+
+from envoi import env
+
+_done = False
+
+
+def register() -> None:
+    """Let vLLM choose Envoi's kernels for the MoE layers that Envoi runs, if ENVOI_VLLM=1. Never raises.
+
+    Imports neither Envoi's kernels nor, unless it is switched on, vLLM.
+    """
+    global _done
+    logger = logging.getLogger("vllm.envoi")
+    try:
+        if _done or not env.serves_vllm():
+            return
+        from envoi.integrations.vllm.select import install
+
+        install()
+        _done = True
+    except Exception as error:  # an engine without Envoi is better than none
+        logger.warning("Envoi runs no MoE layers: %s: %s", type(error).__name__, error)

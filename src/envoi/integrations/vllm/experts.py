@@ -1,0 +1,202 @@
+"""Envoi's experts as vLLM's classes have a kernel: tokens [M, H] and ids in, the sum over a token's slots out.
+
+What vLLM does around them stays its own: the router, prepare and finalize (all-reduce, all-gather and reduce-scatter),
+load balancing, the shared experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import envoi
+from envoi import env
+from envoi.integrations import engines
+from envoi.integrations.engines import Layer
+from envoi.integrations.names import found_names
+from envoi.integrations.vllm.used import ALL
+from envoi.types import ExpertWeights
+
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of vLLM's SWIGLUOAI where a layer names none
+# Activation of vLLM -> ours, and the order of gate and up rows.
+ACTIVATIONS = {
+    "SILU": ("swiglu", "concat"),
+    "GELU": ("geglu", "concat"),
+    "GELU_TANH": ("geglu_tanh", "concat"),
+    "SWIGLUOAI": ("swiglu_oai", "interleaved"),
+    "SWIGLUOAI_UNINTERLEAVE": ("swiglu_oai", "concat"),
+    "SILU_NO_MUL": ("silu", "concat"),
+    "RELU2_NO_MUL": ("relu2", "concat"),
+}
+# Keys of weights and activations -> format. Where vLLM makes a scale for all tokens of a call, each token has its own.
+SCHEMES = {
+    (None, None): "bf16",
+    ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"): "fp8_block128",
+    ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"): "fp8_row",
+    ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"): "fp8_row",
+    ("kFp8StaticTensorSym", "kFp8DynamicTokenSym"): "fp8_row",
+    ("kFp8StaticTensorSym", "kFp8Dynamic128Sym"): "fp8_row",
+    ("kMxfp8Static", "kMxfp8Dynamic"): "mxfp8",
+    ("kMxfp4Static", None): "mxfp4",
+    ("kNvfp4Static", None): "nvfp4",
+    ("kNvfp4Static", "kNvfp4Dynamic"): "nvfp4",
+}
+STEP = 8192  # tokens, where vLLM has no config
+# Parameter -> how it was packed, activation, slots of a token: weights loaded anew into it go into the same memory.
+_packed: Any = WeakTensorKeyDictionary()
+_warm: set[tuple[Layer, int]] = set()
+
+
+class Experts:
+    """Methods of vLLM's class for a kernel in the standard format, without vLLM's base, which `experts_class` adds."""
+
+    names: Mapping[str, Any]  # of vLLM
+    format: str
+    moe_config: Any
+    quant_config: Any
+    w1_scale: Any
+    w2_scale: Any
+    w1_bias: Any
+    w2_bias: Any
+    g1_alphas: Any
+    g2_alphas: Any
+
+    def __init__(self, moe_config: Any, quant_config: Any, *rest: Any) -> None:
+        super().__init__(moe_config, quant_config, *rest)  # pyright: ignore[reportCallIssue]
+        self.packed: ExpertWeights | None = None
+        self.max_tokens = max_tokens(self.names, moe_config)
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Tell vLLM to hand tokens over in bf16: they are quantised while they are gathered by expert."""
+        return True
+
+    @classmethod
+    def activation_format(cls) -> Any:
+        """Return vLLM's name for tokens [M, H]."""
+        return cls.names["FusedMoEActivationFormat"].Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True  # `engines.why_not` says so, with a reason
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        return format_of(cls.names, weight_key, activation_key) is not None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.name in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True  # `select.why_not` says so, with a reason
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # asked for in `apply`
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+        """Return the shapes of vLLM's memory for a call: none but the output's; Envoi has its own."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Return vLLM's step for outputs whose slots are weighted and summed already."""
+        return self.names["TopKWeightAndReduceNoOP"]()
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack again, into the same memory, if weights have been loaded anew: captured graphs don't come back here."""
+        known = _packed.get(layer.w13_weight)  # perhaps by another object: vLLM makes its kernels anew
+        if known is not None:
+            self.packed = self._pack(layer.w13_weight, layer.w2_weight, *known[1:])
+
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+        a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
+    ) -> None:  # fmt: skip
+        """Run the layer into output [M, H]."""
+        if self.packed is None:
+            self.packed = self._pack(w1, w2, activation, topk_ids.shape[1])
+        if apply_router_weight_on_input:  # vLLM has multiplied the tokens
+            topk_weights = torch.ones_like(topk_weights)
+        num_experts = self.packed.num_local_experts if expert_map is None else len(expert_map)
+        envoi.moe(
+            hidden_states, envoi.Routing(topk_weights, topk_ids, num_experts), self.packed, expert_map=expert_map,
+            batch_invariant=env.is_on("VLLM_BATCH_INVARIANT"), out=output,
+        )  # fmt: skip
+
+    def _pack(self, w1: torch.Tensor, w2: torch.Tensor, activation: Any, top_k: int) -> ExpertWeights:
+        layer = layer_of(self.moe_config, self.format, activation, self.quant_config)
+        packed = 2 if w2.dtype == torch.uint8 else 1
+        layer = replace(
+            layer, num_experts=len(w2), hidden=w2.shape[1], intermediate=w2.shape[2] * packed, top_k=top_k,
+            bias=self.w1_bias is not None,
+        )  # fmt: skip
+        more = {"gate_up_bias": self.w1_bias, "down_bias": self.w2_bias}
+        if self.format != "bf16":
+            more |= {"gate_up_sf": self.w1_scale, "down_sf": self.w2_scale}
+        if self.format == "nvfp4":
+            more |= {"gate_up_scale": self.g1_alphas, "down_scale": self.g2_alphas}
+        before = _packed.get(w1)
+        found = engines.pack_layer(layer, w1, w2, into=None if before is None else before[0], **more)
+        _packed[w1] = found, activation, top_k
+        if (layer, self.max_tokens) not in _warm:
+            _warm.add((layer, self.max_tokens))
+            engines.warm_up(layer, found, self.max_tokens)
+        return found
+
+
+@cache
+def experts_class(format: str) -> type:
+    """Return vLLM's kind of class for a format. Raises MovedError if this vLLM isn't a known one."""
+    names = found_names(ALL)
+    return type(
+        "EnvoiExperts",
+        (Experts, names["FusedMoEExpertsModular"]),
+        {"names": names, "format": format, "__module__": __name__},
+    )
+
+
+def format_of(names: Mapping[str, Any], weight_key: Any, activation_key: Any) -> str | None:
+    """Return the format in which Envoi computes what vLLM's keys of weights and activations say, None if in none."""
+    known = [None, *(name for name in names if name.startswith("k"))]
+
+    def named(key: Any) -> str | None:
+        return next((name for name in known[1:] if names[name] == key), "") if key is not None else None
+
+    return SCHEMES.get((named(weight_key), named(activation_key)))
+
+
+def layer_of(config: Any, format: str, activation: Any, quant: Any = None) -> Layer:
+    """Return the layer of a FusedMoEConfig, whose numbers for the activation a FusedMoEQuantConfig may replace."""
+    kind, layout = ACTIVATIONS[activation.name]
+    limit, alpha = config.swiglu_limit, config.swiglu_alpha
+    if quant is not None:
+        limit = limit if quant.gemm1_clamp_limit is None else quant.gemm1_clamp_limit
+        alpha = alpha if quant.gemm1_alpha is None else quant.gemm1_alpha
+    if kind == "swiglu_oai":
+        fixed = activation.name == "SWIGLUOAI"
+        limit = OAI_LIMIT if limit is None else float(limit)
+        alpha = (OAI_ALPHA if fixed else 1.0) if alpha is None else float(alpha)
+    else:
+        limit, alpha = (limit if kind == "swiglu" else None), None  # vLLM's others have none
+    return Layer(
+        format, config.hidden_dim, config.intermediate_size_per_partition, config.num_local_experts,
+        config.experts_per_token, kind, layout, config.has_bias, limit, alpha,
+    )  # fmt: skip
+
+
+def max_tokens(names: Mapping[str, Any], moe_config: Any) -> int:
+    """Return how many tokens a call can have: those of a step, of all ranks whose tokens are gathered."""
+    config = names["get_current_vllm_config_or_none"]()
+    step = STEP if config is None else config.scheduler_config.max_num_batched_tokens
+    return step * max(1, moe_config.moe_parallel_config.dp_size)

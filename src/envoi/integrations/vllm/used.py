@@ -1,0 +1,88 @@
+"""Names of vLLM that are relied on; supported releases have all of them: 0.26 (torch 2.11) and 0.33 (torch 2.14)."""
+
+from envoi.integrations.names import Used
+
+MOE = "vllm.model_executor.layers.fused_moe"
+KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
+APPLY = (
+    "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map",
+    "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta", "apply_router_weight_on_input",
+)  # fmt: skip
+SHAPES = (
+    "M", "N", "K", "topk", "global_num_experts", "local_num_experts", "expert_tokens_meta", "activation"
+)  # fmt: skip
+SUPPORTED = ("moe_config", "weight_key", "activation_key", "activation_format")
+IMPLEMENTED = (
+    "activation_format", "apply", "finalize_weight_and_reduce_impl", "workspace_shapes", "_supports_activation",
+    "_supports_current_device", "_supports_no_act_and_mul", "_supports_parallel_config", "_supports_quant_scheme",
+)  # fmt: skip
+
+EXPERTS = Used(
+    f"{MOE}.modular_kernel", "FusedMoEExpertsModular",
+    methods={
+        "__init__": ("moe_config", "quant_config", "max_num_tokens", "num_dispatchers"),
+        "apply": APPLY, "workspace_shapes": SHAPES, "finalize_weight_and_reduce_impl": (),
+        "is_supported_config": SUPPORTED, "_supports_activation": ("activation",),
+        "_supports_parallel_config": ("moe_parallel_config",), "_supports_current_device": (),
+        "_supports_no_act_and_mul": (), "_supports_batch_invariance": (), "activation_format": (),
+        "_supports_quant_scheme": ("weight_key", "activation_key"), "process_weights_after_loading": ("layer",),
+    },
+    members=("expects_unquantized_inputs", "w1_scale", "w2_scale", "w1_bias", "w2_bias", "g1_alphas", "g2_alphas"),
+    abstract=IMPLEMENTED,
+)  # fmt: skip
+SELECTORS = {
+    "unquantized": Used(f"{MOE}.oracle.unquantized", "select_unquantized_moe_backend", takes=("moe_config",)),
+    "fp8": Used(
+        f"{MOE}.oracle.fp8", "select_fp8_moe_backend", takes=("config", "weight_key", "activation_key")
+    ),
+    "mxfp8": Used(f"{MOE}.oracle.mxfp8", "select_mxfp8_moe_backend", takes=("config",)),
+    "mxfp4": Used(f"{MOE}.oracle.mxfp4", "select_mxfp4_moe_backend", takes=("config", "activation_key")),
+    "nvfp4": Used(
+        f"{MOE}.oracle.nvfp4", "select_nvfp4_moe_backend", takes=("config", "weight_key", "activation_key")
+    ),
+}  # fmt: skip
+# Members under which vLLM hands weights over as they were loaded.
+BACKENDS = {
+    "unquantized": Used(f"{MOE}.oracle.unquantized", "UnquantizedMoeBackend", members=("TRITON",)),
+    "fp8": Used(f"{MOE}.oracle.fp8", "Fp8MoeBackend", members=("TRITON", "TRITON_MXFP8")),
+    "mxfp4": Used(f"{MOE}.oracle.mxfp4", "Mxfp4MoeBackend", members=("XPU",)),
+    "nvfp4": Used(f"{MOE}.oracle.nvfp4", "NvFp4MoeBackend", members=("EMULATION",)),
+}
+ALL = (
+    EXPERTS,
+    Used(f"{MOE}.modular_kernel", "FusedMoEActivationFormat", members=("Standard", "BatchedExperts")),
+    Used(f"{MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP"),
+    Used(
+        f"{MOE}.activation", "MoEActivation",
+        members=("SILU", "GELU", "GELU_TANH", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE", "SILU_NO_MUL", "RELU2_NO_MUL"),
+    ),
+    Used(
+        f"{MOE}.config", "FusedMoEConfig",
+        members=(
+            "moe_backend", "moe_parallel_config", "activation", "hidden_dim", "intermediate_size_per_partition",
+            "num_local_experts", "experts_per_token", "in_dtype", "has_bias", "is_lora_enabled", "swiglu_limit",
+            "swiglu_alpha", "swiglu_beta",
+        ),
+    ),
+    Used(
+        f"{MOE}.config", "FusedMoEParallelConfig",
+        members=(
+            "use_all2all_kernels", "all2all_backend", "dp_size", "enable_eplb", "use_batched_activation_format"
+        ),
+    ),
+    Used(
+        f"{MOE}.config", "FusedMoEQuantConfig",
+        members=("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"),
+    ),
+    Used("vllm.config", "get_current_vllm_config_or_none"),
+    *(
+        Used(KEYS, name)
+        for name in (
+            "kFp8StaticTensorSym", "kFp8DynamicTensorSym", "kFp8StaticChannelSym", "kFp8DynamicTokenSym",
+            "kFp8Static128BlockSym", "kFp8Dynamic128Sym", "kMxfp8Static", "kMxfp8Dynamic", "kMxfp4Static",
+            "kNvfp4Static", "kNvfp4Dynamic",
+        )
+    ),
+    *SELECTORS.values(),
+    *BACKENDS.values(),
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Public function `envoi.supports`: whether a layer can be packed and run, before any of its weights exists."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from envoi.check import expect_int
+from envoi.epilogues.activation import expect_activation
+from envoi.ops.moe.packing import BLOCKS, check_sizes, pack
+from envoi.quant.formats import Format, Scheme, format_named
+from envoi.types import has_gate
+
+NVIDIA = re.compile(r"sm_\d+a?")
+
+
+def supports(
+    format: str, *, hidden: int, intermediate: int, num_experts: int, top_k: int,
+    activation: str | Callable = "swiglu", bias: bool = False, swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None, weight_block_size: tuple[int, int] | None = None, arch: str = "sm_90",
+) -> str | None:  # fmt: skip
+    """Return None if `envoi.experts.pack` and `envoi.moe` take such a layer, else the reason: the error they raise.
+
+    Reads no weights and needs no GPU, so that an engine can choose its kernels before it loads a checkpoint.
+    hidden, intermediate: H and I of one rank's weights. num_experts: those of one rank, E. top_k: slots of a token.
+    format, activation, swiglu_limit, swiglu_alpha, weight_block_size: as in `pack`. bias: whether there are biases.
+    arch: of the GPU, "sm_90"; others than sm_90 run Triton's kernels.
+    What only the weights tell isn't known yet: numbers that the format doesn't hold, which `pack` refuses.
+    Raises nothing: an argument that is wrong is a reason too.
+    """
+    try:
+        expect_int("num_experts", num_experts, 1)
+        expect_int("top_k", top_k, 1)
+        expect_int("hidden", hidden, 1)
+        expect_int("intermediate", intermediate, 1)
+        if not isinstance(arch, str) or not NVIDIA.fullmatch(arch):
+            raise ValueError(f"arch: expected one of NVIDIA's, such as 'sm_90', got {arch!r}")
+        found = format_named(format)
+        block = weight_block_size if found.weights == BLOCKS else None
+        if block is None:
+            check_sizes(hidden, intermediate, found)
+        given = without_memory(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
+        pack(
+            **given, format=format, activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha,
+            weight_block_size=block,
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def without_memory(
+    format: Format, activation: str, hidden: int, intermediate: int, num_experts: int, bias: bool,
+    block: tuple[int, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the tensors of a checkpoint's layer as arguments of `pack`, on meta."""
+    parts = 2 if has_gate(activation) else 1
+    sizes = {"gate_up": (parts, intermediate, hidden), "down": (1, hidden, intermediate)}
+    found: dict[str, Any] = {}
+    for name, (ranges, rows, columns) in sizes.items():
+        values, factors = _stored(format.weights, num_experts, ranges, rows, columns, block)
+        found[name] = values
+        if factors is not None:
+            found[f"{name}_sf"] = factors
+    if bias:
+        for name, rows in (("gate_up", parts * intermediate), ("down", hidden)):
+            found[f"{name}_bias"] = torch.empty(num_experts, rows, device="meta")
+    return found
+
+
+def _stored(
+    scheme: Scheme | None, num_experts: int, ranges: int, rows: int, columns: int, block: tuple[int, int] | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a weight [E, ranges * rows, columns] and its factors, None for bf16: where a range of rows isn't of whole
+    groups and no block is given, bf16 to be quantised."""
+    if scheme is None or (block is None and rows % max(1, scheme.group[0])):
+        return torch.empty(num_experts, ranges * rows, columns, dtype=torch.bfloat16, device="meta"), None
+    side = scheme.group_for((rows, columns))
+    packed = 2 if scheme.values == torch.uint8 else 1
+    values = torch.empty(num_experts, ranges * rows, columns // packed, dtype=scheme.values, device="meta")
+    groups = num_experts, ranges * -(-rows // side[0]), -(-columns // side[1])
+    return values, torch.empty(groups, dtype=scheme.sf, device="meta")

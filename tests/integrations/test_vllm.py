@@ -1,0 +1,300 @@
+"""vLLM's integration without vLLM: on stand-ins that have the recorded names of each supported release."""
+
+import importlib
+import inspect
+import logging
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import envoi
+import envoi.integrations.vllm as integration
+from envoi.integrations import engines, names
+from envoi.integrations.vllm import experts, select
+from envoi.integrations.vllm.used import ALL, EXPERTS, SELECTORS
+from tests.helpers import fresh
+from tests.helpers.accuracy import relative_error
+from tests.integrations.stand_ins import OWN, RECORD, function, modules
+from tests.integrations.test_engines import E, H, I, dense, tensors
+from tools.engines.facts import RELEASES, problems
+
+VLLM = [f"vllm {release}" for release in RELEASES["vllm"]]
+KEYS = {
+    "bf16": ("unquantized", ()),
+    "fp8_block128": ("fp8", ("kFp8Static128BlockSym", "kFp8Dynamic128Sym")),
+    "fp8_row": ("fp8", ("kFp8StaticChannelSym", "kFp8DynamicTokenSym")),
+    "mxfp8": ("mxfp8", ()),
+    "mxfp4": ("mxfp4", ()),
+    "nvfp4": ("nvfp4", ("kNvfp4Static", None)),
+}
+
+
+@pytest.fixture(params=VLLM)
+def vllm(request, monkeypatch):
+    """Put a release's stand-ins in vLLM's place, with Envoi switched on, on what stands for a Hopper GPU."""
+    found = modules(RECORD[request.param], ALL)
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("ENVOI_VLLM", "1")
+    monkeypatch.setattr(integration, "_done", False)
+    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
+    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
+    monkeypatch.setattr(select, "_said", set())
+    experts.experts_class.cache_clear()
+    yield found
+    experts.experts_class.cache_clear()
+
+
+def activation(found: dict[str, Any], name: str) -> Any:
+    return found[f"{EXPERTS.module.rpartition('.')[0]}.activation"].MoEActivation[name]
+
+
+def config(found: dict[str, Any], **changed: Any) -> SimpleNamespace:
+    parallel = {
+        "use_all2all_kernels": False, "all2all_backend": "naive", "dp_size": 1, "enable_eplb": False,
+        "use_batched_activation_format": False,
+    } | changed.pop("parallel", {})  # fmt: skip
+    given = {
+        "moe_backend": "auto", "moe_parallel_config": SimpleNamespace(**parallel), "hidden_dim": H,
+        "intermediate_size_per_partition": I, "num_local_experts": E, "experts_per_token": 2,
+        "in_dtype": torch.bfloat16, "has_bias": False, "is_lora_enabled": False, "swiglu_limit": None,
+        "swiglu_alpha": None, "swiglu_beta": None,
+    }  # fmt: skip
+    given["activation"] = activation(found, changed.pop("activation", "SILU"))
+    return SimpleNamespace(**given | changed)
+
+
+def selector(found: dict[str, Any], oracle: str) -> Any:
+    return getattr(found[SELECTORS[oracle].module], SELECTORS[oracle].name)
+
+
+@pytest.mark.parametrize("release", RECORD)
+def test_supported_releases_have_all_names(release):
+    engine = release.split()[0]
+    assert not problems(engine, RECORD[release])
+
+
+def test_the_record_is_of_the_supported_releases():
+    assert set(RECORD) == {f"{engine} {release}" for engine, releases in RELEASES.items() for release in releases}
+    assert all(set(RECORD[release]) == {str(used) for used in ALL} for release in VLLM)
+
+
+def test_stand_ins_have_what_releases_have(vllm):
+    for used in ALL:
+        assert not names.missing(used, names.fact_of(used, getattr(vllm[used.module], used.name)))
+
+
+def test_nothing_happens_unless_it_is_asked_for():
+    found = fresh.run(
+        "import sys\n"
+        "from envoi.integrations.vllm import register\n"
+        "register()\n"
+        "print([x for x in ('vllm', 'envoi.ops.moe.kernels', 'envoi.integrations.vllm.select') if x in sys.modules])"
+    )
+    assert found.stdout.strip() == "[]", found
+
+
+def test_the_package_names_the_entry_point():
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    (found,) = re.findall(r'\[project\.entry-points\."vllm\.general_plugins"\].*\nenvoi = "(.*):(.*)"', text)
+    assert getattr(importlib.import_module(found[0]), found[1]) is integration.register
+
+
+def test_without_vllm_a_line_says_so():
+    found = fresh.run(
+        "import logging, os, sys\n"
+        "os.environ['ENVOI_VLLM'] = '1'\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "from envoi.integrations.vllm import register\n"
+        "register()"
+    )
+    assert found.stdout.count("Envoi runs no MoE layers: MovedError: there is no vllm.") == 1, found
+
+
+@pytest.mark.parametrize("used", ALL, ids=str)
+def test_a_name_that_moved_is_a_refusal(vllm, used, caplog):
+    before = {oracle: selector(vllm, oracle) for oracle in SELECTORS if SELECTORS[oracle] is not used}
+    delattr(vllm[used.module], used.name)
+    integration.register()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Envoi runs no MoE layers: MovedError: there is no {used}"
+    ]
+    assert all(selector(vllm, oracle) is old for oracle, old in before.items())
+
+
+@pytest.mark.parametrize("change", ["parameter", "abstract", "member"])
+def test_a_changed_class_is_a_refusal(vllm, change, caplog):
+    base = getattr(vllm[EXPERTS.module], EXPERTS.name)
+    if change == "parameter":
+        base.apply = function([*inspect.signature(base.apply).parameters, "lora_state"])
+    elif change == "abstract":
+        base.__abstractmethods__ = frozenset({*base.__abstractmethods__, "quantize"})
+    else:
+        del base.g1_alphas
+    integration.register()
+    (record,) = caplog.records
+    assert {"parameter": "lora_state", "abstract": "wants quantize", "member": "has no g1_alphas"}[
+        change
+    ] in record.getMessage()
+
+
+@pytest.mark.parametrize("format", KEYS)
+def test_envoi_is_chosen(vllm, format, caplog):
+    caplog.set_level(logging.INFO)
+    oracle, keys = KEYS[format]
+    holder = vllm["vllm.model_executor"]
+    holder.__name__ = "vllm.model_executor"
+    setattr(holder, SELECTORS[oracle].name, selector(vllm, oracle))  # a module that imported the function by name
+    integration.register()
+    integration.register()
+    assert getattr(holder, SELECTORS[oracle].name) is selector(vllm, oracle)
+    backend, chosen = selector(vllm, oracle)(config(vllm), *keys)
+    assert backend.name == select.BACKENDS[oracle][1] and chosen.format == format
+    assert issubclass(chosen, getattr(vllm[EXPERTS.module], EXPERTS.name)) and not chosen.__abstractmethods__
+    selector(vllm, oracle)(config(vllm), *keys)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Envoi runs the MoE layers in {format}, 4 experts of 256 x 128, top 2, swiglu"
+    ]
+
+
+REFUSED = {
+    "--moe-backend triton names them": {"moe_backend": "triton"},
+    "LoRA is on": {"is_lora_enabled": True},
+    "activations are in torch.float16": {"in_dtype": torch.float16},
+    "tokens come batched by expert": {"parallel": {"use_batched_activation_format": True}},
+    "tokens come by deepep_v2": {"parallel": {"use_all2all_kernels": True, "all2all_backend": "deepep_v2"}},
+    "expert load balancing moves weights": {"parallel": {"enable_eplb": True}, "has_bias": True},
+    "the activation adds None to up": {"activation": "SWIGLUOAI_UNINTERLEAVE"},
+    "intermediate: expected a positive multiple of 8": {"intermediate_size_per_partition": 100},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_refused_goes_to_vllm(vllm, reason, caplog):
+    caplog.set_level(logging.INFO)
+    integration.register()
+    assert selector(vllm, "unquantized")(config(vllm, **REFUSED[reason])) == OWN
+    (record,) = caplog.records
+    assert record.getMessage().startswith("vLLM's kernels run") and reason in record.getMessage()
+
+
+def test_scales_of_activations_from_a_checkpoint_are_refused(vllm, caplog):
+    caplog.set_level(logging.INFO)
+    integration.register()
+    assert selector(vllm, "fp8")(config(vllm), "kFp8StaticTensorSym", "kFp8StaticTensorSym") == OWN
+    assert "activations have a scale from the checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("name", select.NAMED_BY["fp8"])
+def test_a_variable_that_names_a_kernel_wins(vllm, name, monkeypatch):
+    integration.register()
+    oracle, keys = KEYS["fp8_block128"]
+    monkeypatch.setenv(name, "0")
+    assert selector(vllm, oracle)(config(vllm), *keys) != OWN
+    monkeypatch.setenv(name, "1")
+    assert selector(vllm, oracle)(config(vllm), *keys) == OWN
+
+
+def test_kernels_that_cannot_be_built_leave_the_layer_to_vllm(vllm, monkeypatch, caplog):
+    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "its kernels can't be built: no ptxas")
+    integration.register()
+    assert selector(vllm, "unquantized")(config(vllm)) == OWN
+    assert "no ptxas" in caplog.text
+
+
+def test_an_error_of_ours_leaves_the_layer_to_vllm(vllm, monkeypatch, caplog):
+    def fail(*arguments):
+        raise AttributeError("a field that moved")
+
+    integration.register()
+    monkeypatch.setattr(experts, "layer_of", fail)
+    assert selector(vllm, "unquantized")(config(vllm)) == OWN
+    assert "AttributeError: a field that moved" in caplog.text
+
+
+def made(found: dict[str, Any], format: str, given: dict[str, Any], **changed: Any) -> Any:
+    """Return Envoi's class for a format as vLLM makes it, with the tensors of a layer."""
+    integration.register()
+    oracle, keys = KEYS[format]
+    _, chosen = selector(found, oracle)(config(found, **changed), *keys)
+    quant = SimpleNamespace(gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None)
+    layer = chosen(moe_config=config(found, **changed), quant_config=quant)
+    layer.w1_scale, layer.w2_scale = given.get("gate_up_sf"), given.get("down_sf")
+    layer.w1_bias, layer.w2_bias = given.get("gate_up_bias"), given.get("down_bias")
+    layer.g1_alphas, layer.g2_alphas = given.get("gate_up_scale"), given.get("down_scale")
+    return layer
+
+
+def called(layer: Any, given: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, **changed: Any) -> torch.Tensor:
+    """Call as vLLM does, with memory for the output, and return that."""
+    M = len(x)
+    *_, shape = layer.workspace_shapes(M, 2 * I, H, 2, E, E, None, layer.moe_config.activation)
+    out = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+    named = dict.fromkeys(inspect.signature(layer.apply).parameters) | {
+        "output": out, "hidden_states": x, "w1": given["gate_up"], "w2": given["down"], "topk_ids": ids,
+        "topk_weights": torch.full(ids.shape, 0.5), "activation": layer.moe_config.activation,
+        "apply_router_weight_on_input": False,
+    }  # fmt: skip
+    assert layer.apply(**named | changed) is None
+    return out
+
+
+@pytest.mark.parametrize("format", KEYS)
+def test_a_layer_computes_what_its_weights_mean(vllm, format):
+    given = tensors(format)
+    gate_up, down = dense(format, given)
+    x = torch.randn(6, H, generator=torch.Generator().manual_seed(5)).bfloat16()
+    ids = torch.tensor([[0, 3], [1, 2], [3, 2], [0, 1], [2, -1], [1, 0]], dtype=torch.int32)
+    layer = made(vllm, format, given)
+    assert layer.expects_unquantized_inputs
+    want = torch.zeros(6, H, dtype=torch.float64)
+    for token, slots in enumerate(ids.tolist()):
+        for e in slots:
+            if e >= 0:
+                gate, up = (gate_up[e] @ x[token].double()).chunk(2)
+                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
+    assert relative_error(called(layer, given, x, ids), want) < (
+        0.008 if format in ("bf16", "mxfp4", "nvfp4") else 0.08
+    )
+    expert_map = torch.tensor([-1, 0, 1, -1, 2, 3], dtype=torch.int32)  # ids of six experts, four of them here
+    far = torch.where(ids >= 0, torch.tensor([1, 2, 4, 5], dtype=torch.int32)[ids.long()], ids)
+    assert relative_error(called(layer, given, x, far, expert_map=expert_map), want) < 0.08
+    ones = called(layer, given, x, ids, apply_router_weight_on_input=True)
+    assert relative_error(ones, 2 * want) < 0.08, "vLLM has multiplied the tokens by the weights"
+
+
+def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, monkeypatch):
+    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+    given, fresh = tensors("mxfp4"), tensors("mxfp4", seed=9)
+    x = torch.randn(3, H).bfloat16()
+    ids = torch.tensor([[0, 3], [1, 2], [3, 2]], dtype=torch.int32)
+    copies = {name: y.clone() for name, y in fresh.items()}
+    want = called(made(vllm, "mxfp4", copies), copies, x, ids)
+    layer = made(vllm, "mxfp4", given)
+    called(layer, given, x, ids)
+    packed = layer.packed
+    for name, y in given.items():
+        y.copy_(fresh[name])
+    layer = made(vllm, "mxfp4", given)  # vLLM makes its kernels anew
+    layer.process_weights_after_loading(SimpleNamespace(w13_weight=given["gate_up"], w2_weight=given["down"]))
+    got = envoi.moe(x, envoi.Routing(torch.full(ids.shape, 0.5), ids, E), packed)  # as a captured graph does
+    assert torch.equal(got, want) and layer.packed is packed
+    assert torch.equal(called(layer, given, x, ids), want)
+    assert packed.gate_up.values.data_ptr() == given["gate_up"].data_ptr(), "held once"
+
+
+def test_numbers_of_the_activation(vllm):
+    layer = experts.layer_of
+    assert layer(config(vllm, activation="SWIGLUOAI"), "bf16", activation(vllm, "SWIGLUOAI")).limit == 7.0
+    given = config(vllm, swiglu_limit=3, swiglu_alpha=1.5, swiglu_beta=1)
+    found = layer(given, "bf16", activation(vllm, "SWIGLUOAI_UNINTERLEAVE"))
+    assert (found.activation, found.gate_up_layout, found.limit, found.alpha) == ("swiglu_oai", "concat", 3.0, 1.5)
+    quant = SimpleNamespace(gemm1_alpha=1.25, gemm1_beta=1.0, gemm1_clamp_limit=5.0)
+    found = layer(config(vllm), "mxfp4", activation(vllm, "SWIGLUOAI"), quant)
+    assert (found.gate_up_layout, found.limit, found.alpha) == ("interleaved", 5.0, 1.25)
+    assert layer(given, "bf16", activation(vllm, "GELU")).limit is None and envoi.__version__

@@ -1,0 +1,97 @@
+"""Which kernels run a layer: choices on both sides of each boundary, and that no other file decides."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import envoi
+from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.ops.moe import choose
+from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
+from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.runtime.devices import Target, standing_for
+from envoi.types import ExpertWeights
+
+SOURCE = Path(envoi.__file__).parent
+HOPPER, BLACKWELL = Target("sm_90", 132), Target("sm_100", 148)
+DECIDING = re.compile(
+    r"\b(why_not_(?:decode|decode_mx|one_launch|pairs)|(?:decode|decode_mx|one_launch)_pays|pairs_pay)\b"
+)
+
+
+def experts(format: str, sizes: tuple[int, int, int] = (4096, 2048, 32), activation: str = "swiglu") -> ExpertWeights:
+    hidden, intermediate, count = sizes
+    return experts_without_memory(hidden, intermediate, count, format, activation, bias=False)
+
+
+def hopper(l1: str, l2: str = "", in_pairs: bool = False) -> Choice:
+    return Choice(LayerPath.GEMMS, l1, l2 or l1, in_pairs)
+
+
+DECODE, DECODE_MX, ONE_LAUNCH = Choice(LayerPath.DECODE), Choice(LayerPath.DECODE_MX), Choice(LayerPath.ONE_LAUNCH)
+W4A16, W4A8, MX, PLAIN = (hopper(kernels) for kernels in ("w4a16", "w4a8", "hopper_mx", "hopper"))
+TRITON = hopper("triton")
+
+# Slots of all tokens, one a token, of 32 experts of 4096 x 2048.
+BOUNDARIES = [
+    ("bf16", 4 * 32, DECODE), ("bf16", 4 * 32 + 1, PLAIN), ("fp8_row", 1, PLAIN),
+    ("fp8_block128", 32, DECODE), ("fp8_block128", 32 + 1, ONE_LAUNCH),
+    ("fp8_block128", 256 * 32, ONE_LAUNCH), ("fp8_block128", 256 * 32 + 1, hopper("hopper", in_pairs=True)),
+    ("fp8_block128", 768 * 32 - 1, hopper("hopper", in_pairs=True)), ("fp8_block128", 768 * 32, ONE_LAUNCH),
+    ("mxfp4", 20 * 32, DECODE_MX), ("mxfp4", 20 * 32 + 1, W4A16),
+    ("mxfp4_fp8", 6 * 32, DECODE_MX), ("mxfp4_fp8", 6 * 32 + 1, W4A8),
+    ("mxfp8", 1, MX), ("mxfp4_mxfp8", 4096, MX), ("nvfp4", 1, W4A16), ("nvfp4", 4096, W4A16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "slots", "want"), BOUNDARIES)
+def test_both_sides_of_a_boundary(format, slots, want):
+    with standing_for(HOPPER):
+        assert choose_layer(experts(format), slots, 1) == want
+
+
+@pytest.mark.parametrize(
+    ("format", "sizes", "activation", "want"),
+    [
+        ("mxfp4", (96, 64, 4), "swiglu", MX),  # no whole fragments
+        ("mxfp4", (128, 64, 4), "geglu", W4A16),
+        ("mxfp4", (14336, 64, 4), "swiglu", W4A16),  # tokens too wide for shared memory
+        ("mxfp4", (64, 64, 513), "swiglu", W4A16),
+        ("bf16", (96, 64, 4), "swiglu", PLAIN),  # a step of K isn't whole
+        ("bf16", (128, 64, 513), "swiglu", PLAIN),
+        ("fp8_block128", (128, 128, 4), "relu2", DECODE),
+    ],
+)
+def test_sizes_and_activations_that_few_tokens_decide(format, sizes, activation, want):
+    with standing_for(HOPPER):
+        assert choose_layer(experts(format, sizes, activation), 2, 1) == want
+
+
+def test_options_and_other_gpus():
+    with standing_for(HOPPER):
+        assert choose_layer(experts("mxfp4"), 8, 4, batch_invariant=True) == W4A16
+        assert choose_layer(experts("bf16"), 8, 4, batch_invariant=True) == DECODE, "the bits of many tokens"
+        assert choose_layer(experts("bf16"), 1, 33) == PLAIN, "more slots of a token than the kernel has room for"
+        packed = experts("fp8_block128")
+        assert choose_experts(packed, 8192, Grouping(False, expected=512 * 32)).path is LayerPath.GEMMS
+        assert choose_experts(packed, 1 << 20, Grouping(False, expected=64 * 32)) == ONE_LAUNCH
+        assert choose_experts(packed, 64 * 32, Grouping()).path is LayerPath.GEMMS
+        assert choose_experts(packed, 0, EXPERTS_ROWS).path in (LayerPath.GEMMS, LayerPath.ONE_LAUNCH)
+    with standing_for(BLACKWELL):
+        for format in ("bf16", "fp8_block128", "mxfp4", "mxfp4_fp8", "nvfp4"):
+            assert choose_layer(experts(format), 1, 1) == TRITON
+
+
+def test_no_other_file_decides():
+    found = {
+        str(path.relative_to(SOURCE)): names
+        for path in SOURCE.rglob("*.py")
+        if path != Path(choose.__file__) and (names := set(DECIDING.findall(path.read_text())))
+    }
+    assert found == {}, "conditions are asked in ops/moe/choose.py alone"
+    runs = re.compile(r"\b(?:few\.moe|decode\.run|run_in_one_launch)\(")
+    running = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if runs.search(path.read_text())}
+    assert running == {"ops/moe/layer.py", "ops/moe/experts.py", "ops/moe/one_launch/host.py"}
+    for name in ("layer.py", "experts.py"):
+        assert "implementation" not in (SOURCE / "ops" / "moe" / name).read_text()

@@ -1,0 +1,121 @@
+"""What releases of the engines have of the names that the integrations rely on, read from their wheels' sources.
+
+Nothing of an engine is imported or kept: a fact is a list of parameters, members or methods (`integrations.names`).
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from envoi.integrations.names import Fact, Used, missing
+from envoi.integrations.vllm.used import ALL as VLLM
+
+RECORD = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "engines.json"
+RELEASES = {"vllm": ("0.26.0", "0.33.0")}
+USED: dict[str, Sequence[Used]] = {"vllm": VLLM}
+Read = Callable[[str], str | None]  # a path in a wheel -> its text, None if it isn't there
+
+
+def recorded() -> dict[str, dict[str, Fact | None]]:
+    """Return the facts of each release, "vllm 0.26.0", by name."""
+    return json.loads(RECORD.read_text())
+
+
+def record(facts: dict[str, dict[str, Fact | None]]) -> None:
+    """Write the facts of all releases."""
+    RECORD.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+
+def problems(engine: str, facts: dict[str, Fact | None]) -> list[str]:
+    """Return what a release with these facts has in another form than the integration knows."""
+    return [why for used in USED[engine] if (why := missing(used, facts.get(str(used))))]
+
+
+def facts_of(engine: str, release: str | None) -> tuple[str, dict[str, Fact | None]]:
+    """Download a release's wheel, None for the newest, and return its version and facts."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = engine if release is None else f"{engine}=={release}"
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
+        subprocess.run([*command, wanted], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as file:
+            names = set(file.namelist())
+
+            def read(path: str) -> str | None:
+                return file.read(path).decode() if path in names else None
+
+            return wheel.name.split("-")[1], {str(used): fact(used, read) for used in USED[engine]}
+
+
+def fact(used: Used, read: Read) -> Fact | None:
+    """Return the fact of a name as `names.fact_of` would, by a module's source."""
+    place = _find(used.module, used.name, read)
+    if place is None:
+        return None
+    found: dict[str, Any] = {}
+    node, tree = place
+    if used.takes:
+        found["parameters"] = _parameters(node)
+    if not isinstance(node, ast.ClassDef):
+        return found
+    lines = _ancestry(node, tree)
+    defined = {item.name: item for part in reversed(lines) for item in part.body if isinstance(item, ast.FunctionDef)}
+    if used.methods:
+        found["methods"] = {name: _parameters(defined[name]) for name in used.methods if name in defined}
+    if used.members:
+        known = {*defined, *(name for part in lines for name in _fields(part))}
+        found["members"] = [name for name in used.members if name in known]
+    if used.abstract is not None:
+        found["abstract"] = sorted(name for name, item in defined.items() if _is_abstract(item))
+    return found
+
+
+def _find(module: str, name: str, read: Read) -> tuple[Any, ast.Module] | None:
+    """Return a name's definition and the module that has it, which may be another that this one imports it from."""
+    path = module.replace(".", "/")
+    text = read(f"{path}/__init__.py") or read(f"{path}.py")
+    if text is None:
+        return None
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.module or node.level or node.module == module:
+            continue
+        if any((alias.asname or alias.name) == name for alias in node.names):
+            return _find(node.module, name, read)
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if getattr(node, "name", None) == name or any(getattr(x, "id", None) == name for x in targets):
+            return node, tree
+    return None
+
+
+def _ancestry(node: ast.ClassDef, tree: ast.Module) -> list[ast.ClassDef]:
+    """Return a class and its bases in the same module, the class first."""
+    classes = {item.name: item for item in tree.body if isinstance(item, ast.ClassDef)}
+    bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+    return [node, *(part for base in bases for part in _ancestry(base, tree))]
+
+
+def _fields(node: ast.ClassDef) -> list[str]:
+    found = []
+    for item in node.body:
+        targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
+        found += [x.id for x in targets if isinstance(x, ast.Name)]
+    return found
+
+
+def _parameters(node: Any) -> list[str]:
+    names = [x.arg for x in (*node.args.posonlyargs, *node.args.args)]
+    names += [node.args.vararg.arg] if node.args.vararg else []
+    names += [x.arg for x in node.args.kwonlyargs] + ([node.args.kwarg.arg] if node.args.kwarg else [])
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def _is_abstract(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(x).endswith("abstractmethod") for x in node.decorator_list)

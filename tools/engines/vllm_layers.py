@@ -1,0 +1,361 @@
+"""Envoi's experts in vLLM's own classes: numbers of each format, what is chosen and what is refused.
+
+    python -m tools.engines.vllm_layers [CASE ..]      with a vLLM and its dependencies importable
+
+Weights go the way that a server's go: vLLM's method for a layer makes parameters and chooses a kernel; parameters are
+filled, processed as loaded weights are, and the layer is called. The result is held to the layer in float64. Without a
+GPU torch computes the layers, and the process stands for one with a Hopper GPU; with one, layers are of practical
+sizes, and vLLM's own kernels run beside.
+"""
+# pyright: reportMissingImports=false
+
+import contextlib
+import os
+
+os.environ |= {"ENVOI_VLLM": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda:0" if GPU else "cpu")
+E, H, I, K = (32, 2048, 768, 4) if GPU else (8, 512, 256, 2)  # noqa: E741
+COUNTS = (1, 16, 64, 300, 2000) if GPU else (5,)
+MOE = "vllm.model_executor.layers.fused_moe"
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+FORM = {  # error against float64 that each format's rounding of tokens allows
+    "bf16": 0.006, "fp8_block128": 0.06, "fp8_row": 0.06, "mxfp8": 0.06, "mxfp4": 0.006, "nvfp4": 0.006
+}  # fmt: skip
+
+
+def config(**changed: Any) -> Any:
+    """Return vLLM's config of a layer on one rank."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    parallel = FusedMoEParallelConfig(
+        tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
+        use_ep=False, all2all_backend="naive", enable_eplb=False,
+    )  # fmt: skip
+    parallel = replace(parallel, **changed.pop("parallel", {}))
+    changed["activation"] = MoEActivation[changed.get("activation", "SILU")]
+    given = {
+        "num_experts": E, "experts_per_token": K, "hidden_dim": H, "intermediate_size": I, "num_local_experts": E,
+        "num_logical_experts": E, "device": DEVICE.type, "routing_method": RoutingMethodType.Default,
+        "moe_parallel_config": parallel, "in_dtype": torch.bfloat16,
+    }  # fmt: skip
+    return FusedMoEConfig(**given | changed)
+
+
+class FakeLayer(torch.nn.Module):
+    """Layer that holds a method's parameters and what the method reads of it."""
+
+    def __init__(self, moe_config: Any) -> None:
+        super().__init__()
+        self.moe_config, self.activation = moe_config, moe_config.activation
+        self.expert_map: torch.Tensor | None = None
+        self.apply_router_weight_on_input = False
+        self.global_num_experts = self.local_num_experts = moe_config.num_experts
+        self.hidden_size, self.intermediate_size_per_partition = H, I
+        for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"):
+            setattr(self, name, getattr(moe_config, name))
+        self.num_expert_group = self.topk_group = self.e_score_correction_bias = None
+        self.routed_scaling_factor, self.renormalize, self.top_k = 1.0, True, K
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+
+def fill(layer: torch.nn.Module) -> None:
+    """Write random weights and factors of a trained model's sizes."""
+    source = torch.Generator(DEVICE).manual_seed(0)
+    here = {"generator": source, "device": DEVICE}
+
+    def normal(shape: Any) -> torch.Tensor:
+        return torch.randn(shape, **here)
+
+    for name, parameter in layer.named_parameters():
+        x = parameter.data
+        if x.dtype == torch.uint8:
+            low, high = (118, 122) if "scale" in name else (0, 256)
+            x.copy_(torch.randint(low, high, x.shape, **here))
+        elif x.dtype == torch.float8_e4m3fn:
+            x.copy_((normal(x.shape) * (0.3 if "scale" in name else 64)).abs().clamp(0.05, 448).to(x.dtype))
+            if "scale" not in name:
+                x.copy_((normal(x.shape) * 64).clamp(-448, 448).to(x.dtype))
+        elif "scale" in name:
+            x.copy_(torch.rand(x.shape, **here) * 4e-4 + 2e-4)
+            if x.dim() == 2 and x.shape[1] == 2:
+                x.copy_(x[:, :1].expand(x.shape).clone())  # vLLM wants gate's and up's to be one
+        elif "bias" in name:
+            x.copy_(normal(x.shape) * 0.02)
+        else:
+            x.copy_(normal(x.shape) / x.shape[-1] ** 0.5)
+
+
+def widened(values: torch.Tensor, sf: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return weights in float64 [E, R, C]: values times the factor of their group, times a scale a matrix."""
+    wide = values.double() if values.dtype != torch.uint8 else None
+    if wide is None:
+        code, table = values.long(), E2M1.to(values.device)
+        wide = torch.stack((table[code & 15], table[code >> 4]), -1).flatten(-2)
+    if sf is not None:
+        factor = torch.exp2(sf.double() - 127) if sf.dtype == torch.uint8 else sf.double()
+        if factor.dim() == 1:
+            factor = factor[:, None, None]
+        elif factor.dim() == 2:  # of gate and up
+            factor = factor[:, :, None]
+        for axis in (1, 2):
+            factor = factor.repeat_interleave(wide.shape[axis] // factor.shape[axis], axis)
+        wide = wide * factor
+    return wide if scale is None else wide * scale.double().reshape(len(wide), -1)[:, :1, None]
+
+
+def expected(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: Any, w: dict[str, Any]) -> torch.Tensor:
+    """Compute the layer in float64, expert by expert."""
+    name, limit = layer.activation.name, layer.swiglu_limit
+    out = torch.zeros(len(x), H, dtype=torch.float64, device=x.device)
+    for e in range(len(w["w13"])):
+        tokens, slots = (ids == e).nonzero(as_tuple=True)
+        h = x[tokens].double() @ w["w13"][e].T + (0 if w["b13"] is None else w["b13"][e].double())
+        if name == "SWIGLUOAI":
+            gate, up = h[:, 0::2].clamp(max=7), h[:, 1::2].clamp(-7, 7)
+            h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        elif name == "RELU2_NO_MUL":
+            h = h.clamp(min=0) ** 2
+        else:
+            gate, up = h.chunk(2, 1)
+            if limit:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            h = torch.nn.functional.silu(gate) * up
+        y = h @ w["w2"][e].T + (0 if w["b2"] is None else w["b2"][e].double())
+        out.index_add_(0, tokens, weights[tokens, slots, None].double() * y)
+    return out
+
+
+def weights_of(layer: Any) -> dict[str, Any]:
+    """Return the layer's weights in float64, as they were loaded."""
+    found: dict[str, Any] = {}
+    given = dict(layer.named_parameters())
+
+    def first(side: str, *names: str) -> torch.Tensor | None:
+        return next((given[f"{side}_{name}"].data for name in names if f"{side}_{name}" in given), None)
+
+    for side in ("w13", "w2"):
+        scale = first(side, "weight_scale_2")
+        found[side] = widened(
+            given[f"{side}_weight"].data, first(side, "weight_scale", "weight_scale_inv"), scale
+        )  # fmt: skip
+    return found | {"b13": first("w13", "bias"), "b2": first("w2", "bias")}
+
+
+def run(method: Any, moe_config: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, dict[int, float]]:
+    """Load, process and call a layer; return its experts, and for each number of tokens the error of its result."""
+    layer = FakeLayer(moe_config)
+    local = E if expert_map is None else int((expert_map >= 0).sum())
+    layer.expert_map, layer.local_num_experts = expert_map, local
+    with torch.device(DEVICE):
+        method.create_weights(layer, local, H, I, torch.bfloat16, weight_loader=None, global_num_experts=E)
+    fill(layer)
+    loaded = weights_of(layer)
+    method.process_weights_after_loading(layer)
+    source, errors = torch.Generator().manual_seed(1), {}
+    for count in COUNTS:
+        x = torch.randn(count, H, generator=source).bfloat16().to(DEVICE)
+        logits = torch.randn(count, E, generator=source).bfloat16().to(DEVICE)
+        top, ids = logits.float().topk(K, dim=1)
+        weights, ids = top.softmax(1), ids.int()
+        here = ids if expert_map is None else expert_map[ids.long()]
+        want = expected(x, weights, here, layer, loaded)
+        out, again = (called(method, layer, x, logits, weights, ids) for _ in range(2))
+        if not (torch.equal(out, again) or moe_config.moe_backend != "auto"):
+            raise AssertionError(f"a second call with {count} tokens has other bits")
+        errors[count] = float((out.double() - want).norm() / want.norm())
+    return method.moe_kernel.fused_experts, errors
+
+
+def called(method: Any, layer: Any, x: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor):
+    """Call a layer as vLLM's runner does."""
+    if method.is_monolithic:
+        return method.apply_monolithic(layer, x.clone(), logits).clone()
+    shared = {"shared_experts": None, "shared_experts_input": None}
+    return method.apply(layer=layer, x=x.clone(), topk_weights=weights, topk_ids=ids, **shared).clone()
+
+
+def fp8_method(moe_config: Any, block: list[int] | None) -> Any:
+    """Return vLLM's method for FP8 checkpoints, with factors for blocks, or for matrices and dynamic activations."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+
+    return Fp8MoEMethod(
+        Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=block),
+        FakeLayer(moe_config),
+    )  # fmt: skip
+
+
+def channel_method(moe_config: Any) -> Any:
+    """Return vLLM's method for compressed-tensors FP8 with a factor a row."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as module,
+    )
+
+    kind: dict[str, Any] = {"num_bits": 8, "type": "float"}
+    weights = QuantizationArgs(**kind | {"strategy": "channel", "dynamic": False})
+    tokens = QuantizationArgs(**kind | {"strategy": "token", "dynamic": True})
+    return module.CompressedTensorsW8A8Fp8MoEMethod(weights, tokens, moe_config)
+
+
+def modelopt_method(moe_config: Any, kind: str) -> Any:
+    """Return vLLM's method for ModelOpt's MXFP8 or NVFP4 checkpoints."""
+    from vllm.model_executor.layers.quantization import modelopt
+
+    if kind == "mxfp8":
+        return modelopt.ModelOptMxFp8FusedMoE(modelopt.ModelOptMxFp8Config(True, None, []), moe_config)
+    given = modelopt.ModelOptNvFp4Config(kind, is_checkpoint_nvfp4_serialized=True)
+    return modelopt.ModelOptNvFp4FusedMoE(given, moe_config)
+
+
+def oss_method(moe_config: Any) -> Any:
+    """Return vLLM's method for gpt-oss."""
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+
+    return GptOssMxfp4MoEMethod(moe_config)
+
+
+def plain_method(moe_config: Any) -> Any:
+    """Return vLLM's method for weights that aren't quantised."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    return UnquantizedFusedMoEMethod(moe_config)
+
+
+OSS = {"activation": "SWIGLUOAI", "has_bias": True}
+CASES: dict[str, tuple[str, Callable, dict[str, Any]]] = {
+    "bf16": ("bf16", plain_method, {}),
+    "bf16, relu2 without a gate": ("bf16", plain_method, {"activation": "RELU2_NO_MUL"}),
+    "bf16, clamped": ("bf16", plain_method, {"swiglu_limit": 0.5}),
+    "bf16, biases, gpt-oss": ("bf16", plain_method, OSS),
+    "fp8 in blocks": ("fp8_block128", lambda c: fp8_method(c, [128, 128]), {}),
+    "fp8 a matrix": ("fp8_row", lambda c: fp8_method(c, None), {}),
+    "fp8 a row": ("fp8_row", channel_method, {}),
+    "mxfp8": ("mxfp8", lambda c: modelopt_method(c, "mxfp8"), {}),
+    "mxfp4 of gpt-oss": ("mxfp4", oss_method, OSS),
+    "nvfp4, W4A16": ("nvfp4", lambda c: modelopt_method(c, "W4A16_NVFP4"), {}),
+    "nvfp4, W4A4": ("nvfp4", lambda c: modelopt_method(c, "NVFP4"), {}),
+}
+# vLLM's own kernels for a format on Hopper, by the names of --moe-backend.
+OWN = {"bf16": ("triton",), "fp8_block128": ("triton",), "fp8_row": ("triton",), "mxfp4": ("triton",)}
+REFUSED: dict[str, dict[str, Any]] = {
+    "--moe-backend triton names them": {"moe_backend": "triton"},
+    "LoRA is on": {"is_lora_enabled": True},
+    "activations are in torch.float16": {"in_dtype": torch.float16},
+    "Envoi has no activation SWIGLUSTEP": {"activation": "SWIGLUSTEP"},
+    "intermediate: expected a positive multiple of 8": {"intermediate_size": 252},
+    "tokens come by deepep_high_throughput": {
+        "parallel": {"use_ep": True, "dp_size": 2, "ep_size": 2, "all2all_backend": "deepep_high_throughput"}
+    },
+    "tokens come batched by expert": {
+        "parallel": {"use_ep": True, "dp_size": 2, "ep_size": 2, "all2all_backend": "deepep_low_latency"}
+    },
+    "expert load balancing moves weights": {"parallel": {"use_ep": True, "enable_eplb": True}, "has_bias": True},
+}  # fmt: skip
+
+
+def prepare(stack: contextlib.ExitStack) -> None:
+    """Switch Envoi on, on a machine that stands for one with a Hopper GPU but computes in torch."""
+    from vllm import distributed
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from envoi.integrations import engines
+    from envoi.integrations.vllm import register
+
+    if not GPU:
+        engines._why_not_here = lambda: ""
+        engines.why_unbuilt = lambda layer, max_tokens: ""
+        kind: Any = type(current_platform)
+        kind.fp8_dtype = classmethod(lambda cls: torch.float8_e4m3fn)
+        kind.is_cuda_alike = lambda self: True
+        setattr(torch.ops._C, "static_scaled_fp8_quant", _rounded_to_fp8)  # noqa: B010
+    else:
+        torch.cuda.set_device(DEVICE)
+    register()
+    init_workspace_manager(DEVICE)
+    given = VllmConfig(device_config=DeviceConfig(device=DEVICE.type))
+    given.scheduler_config.max_num_batched_tokens = max(COUNTS)
+    stack.enter_context(set_current_vllm_config(given))
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    distributed.init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "nccl" if GPU else "gloo")
+    distributed.ensure_model_parallel_initialized(1, 1)
+    given.model_config = SimpleNamespace(quantization_config=None)  # read by the choice among MXFP4's kernels
+
+
+def _rounded_to_fp8(output: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *rest: Any) -> None:
+    """Stand for the CUDA function by which vLLM rounds gate's and up's weights to one factor."""
+    output.copy_((x.float() / scale).clamp(-448, 448).to(output.dtype))
+
+
+def said(errors: dict[int, float]) -> str:
+    """Return the errors as text."""
+    return ", ".join(f"{count} tokens {error:.1e}" for count, error in errors.items())
+
+
+def main() -> None:
+    """Run all checks, print a line for each; exit with 1 if one fails."""
+    import vllm
+
+    from envoi.integrations.vllm import select
+
+    stack = contextlib.ExitStack()
+    prepare(stack)
+    failed = 0
+
+    def judge(name: str, good: bool, text: str) -> None:
+        nonlocal failed
+        failed += not good
+        print(f"{'ok' if good else 'FAILED':7}{name}: {text}", flush=True)
+
+    print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
+    wanted = [name for name in sys.argv[1:] if not name.startswith("-")]
+    for name, (format, make, changed) in CASES.items():
+        if wanted and name not in wanted:
+            continue
+        for backend in ("auto", *(OWN.get(format, ()) if GPU else ())):
+            begun = time.time()
+            try:
+                moe_config = config(**changed, moe_backend=backend)
+                experts, errors = run(make(moe_config), moe_config)
+                mine = getattr(experts, "format", None) == format
+                good = mine == (backend == "auto") and (not mine or max(errors.values()) < FORM[format])
+                judge(f"{name}, {'Envoi' if mine else backend}", good, f"{said(errors)} {time.time() - begun:.0f} s")
+            except Exception as problem:
+                judge(f"{name}, {backend}", backend != "auto", f"{type(problem).__name__}: {problem}")
+                if "-v" in sys.argv:
+                    raise
+    if wanted:
+        sys.exit(failed > 0)
+    expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
+    expert_map[[6, 1, 3]] = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    moe_config = config(num_local_experts=3)
+    _, errors = run(plain_method(moe_config), moe_config, expert_map)
+    judge("bf16, experts of other ranks", max(errors.values()) < FORM["bf16"], said(errors))
+    for reason, changed in REFUSED.items():
+        select._said.clear()
+        try:
+            chosen: Any = plain_method(config(**changed)).experts_cls
+        except Exception as problem:  # vLLM has no kernels for a CPU
+            chosen = problem
+        told = " / ".join(select._said)
+        judge(f"refused: {reason}", reason in told and "EnvoiExperts" not in repr(chosen), told)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
