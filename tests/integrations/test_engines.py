@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from envoi.runtime.rehearsal import find
 
 import envoi
 from envoi.integrations import engines
@@ -13,6 +12,7 @@ from envoi.ops.moe import packing
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.warm_up import LayerCall, without_tensors
 from envoi.runtime.devices import Target
+from envoi.runtime.planned_kernels import find
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.stored import e4m3, float_factors, meaning, pairs, power_bytes
