@@ -81,8 +81,11 @@ MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
 # Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are no
 # powers of two, and many small experts.
 GPT_OSS_20B, GPT_OSS_120B = (2880, 2880, 32, 4), (2880, 2880, 128, 4)
+KIMI_K2_PART = (7168, 2048, 48, 8)  # one rank's experts of eight
 MOE_DECODE = (
     *((GPT_OSS_20B, m, "mxfp4") for m in (1, 16, 64, 512, 4096)),
+    *((GPT_OSS_20B, m, "int4") for m in (1, 16, 64, 512, 4096)),
+    *((KIMI_K2_PART, m, "int4") for m in (1, 16, 64, 512)),
     *((GPT_OSS_120B, m, "mxfp4") for m in (16, 256)),
     *(((2048, i, 32, 4), 16, "mxfp4") for i in (768, 1024, 1408, 1536, 2048)),
     *((MOE_SMALL, m, "bf16") for m in (1, 16, 64)),  # Qwen3-30B-A3B; its 64 tokens in fp8_block128 are above

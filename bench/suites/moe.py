@@ -64,7 +64,7 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu:
         candidates |= moe_peers.candidates(shape, layer, _oracle)
-    if shape.format == "mxfp4":  # only there another kernel may run
+    if shape.format in ("mxfp4", "int4"):  # only there another kernel may run
         candidates["batch_invariant"] = lambda: lambda: _invariant(layer)
     if shape.format in READ_AS_STORED:
         candidates["interleaved"] = lambda: _interleaved(layer)

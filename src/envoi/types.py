@@ -68,8 +68,9 @@ class _Printed:
 class QuantTensor(_Printed):
     """Tensor in a block-scaled format: element [.., r, c] is values[.., r, c] * sf[.., r // group[0], c // group[1]].
 
-    values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] of two E2M1 numbers, even column in the low nibble.
-    sf: float32, or float8_e8m0fnu (a power of two), or float8_e4m3fn (nvfp4);
+    values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] of two E2M1 numbers, even column in the low nibble; of
+        INT4, which factors in bfloat16 or float16 tell, two integers from 0 to 15, less the zero point of their group.
+    sf: float32, or float8_e8m0fnu (a power of two), or float8_e4m3fn (nvfp4), or bfloat16 or float16 (int4);
         shape [.., ceil(R / group[0]), ceil(C / group[1])].
     group: rows and columns that share a scale factor; a whole dimension is written as its size (fp8_row: (1, C)).
     scale: float32, multiplied on top (nvfp4): one for the whole tensor, or one for each row, [.., R]; or None.
@@ -80,6 +81,7 @@ class QuantTensor(_Printed):
     order: "rows" as above, or the same numbers in the order of the tensor cores' operands, which only the experts'
         kernels and `dequantize` read: "fragments" (`envoi.quant.fragments`) or "fp8_fragments"
         (`envoi.quant.fp8_fragments`).
+    zeros: zero points of INT4, uint8 0 to 15, of the shape of sf; None: 8 everywhere.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     Raises ValueError for a group that isn't a pair.
@@ -91,6 +93,7 @@ class QuantTensor(_Printed):
     scale: torch.Tensor | None = None
     scales_at_most_2: bool = False
     order: str = "rows"
+    zeros: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, tuple | list) or len(self.group) != 2:
@@ -100,6 +103,11 @@ class QuantTensor(_Printed):
     def packed(self) -> bool:
         """Return True when two 4-bit numbers share a byte."""
         return self.values.dtype == torch.uint8
+
+    @property
+    def integers(self) -> bool:
+        """Return True for 4-bit integers, False for numbers with an exponent."""
+        return self.packed and self.sf.dtype in (torch.bfloat16, torch.float16)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -168,8 +176,8 @@ class ExpertWeights(_Printed):
         gate up alone, [E, I, H].
     down [E, H, I]: bf16 or a QuantTensor.
     gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8" or "nvfp4"; says how
-        activations are quantised too. In "nvfp4" both weights have a scale for each row.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8", "nvfp4" or "int4";
+        says how activations are quantised too. In "nvfp4" both weights have a scale for each row.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2"; or the operations of a
         user's function, as the text that `envoi.experts.pack` makes of it.
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.

@@ -137,6 +137,21 @@ def _compressed(format: str, weights: dict, tokens: dict | None) -> dict:
     return {"quantization_config": config}
 
 
+def compressed_int4(name: str, folder: Path) -> Path:
+    """Save a model with INT4 experts of compressed-tensors, as Kimi-K2 has them: a bf16 factor for 32 columns."""
+
+    def quantise(key, x):
+        key, (rows, columns) = key.removesuffix("weight"), x.shape
+        return {
+            f"{key}weight_packed": pairs(rows, columns // 2, seed=_seed(key)).view(torch.int32),
+            f"{key}weight_scale": torch.full((rows, columns // 32), 0.01).bfloat16(),
+            f"{key}weight_shape": torch.tensor([rows, columns]),
+        }
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    return save(name, folder, quantise, _compressed("pack-quantized", weights, None))
+
+
 def compressed_nvfp4(name: str, folder: Path) -> Path:
     """Save a model with NVFP4 experts of compressed-tensors: pairs, E4M3 factors, and what a matrix is divided by."""
 

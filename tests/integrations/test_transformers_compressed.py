@@ -11,6 +11,7 @@ from tests.helpers.quantised_models import (
     compressed_blocks,
     compressed_fp8,
     compressed_groups,
+    compressed_int4,
     compressed_mxfp8,
     compressed_nvfp4,
 )
@@ -56,6 +57,14 @@ def test_nvfp4_whose_scales_transformers_leaves_out_is_refused(implementation, t
     with pytest.raises(ValueError, match=r"weight_global_scale: expected experts without a scale .*from_checkpoint"):
         load(folder, implementation)
     assert from_checkpoint(folder, 0).format == "nvfp4"
+
+
+@pytest.mark.parametrize("implementation", ["envoi", "envoi_int4"])
+def test_int4_is_refused_with_what_loads_it(implementation, tmp_path):
+    folder = compressed_int4("qwen3_moe", tmp_path)
+    with pytest.raises(ValueError, match=r"weight_packed: expected experts that transformers keeps .*from_checkpoint"):
+        load(folder, implementation)
+    assert from_checkpoint(folder, 0).format == "int4"
 
 
 ATTENTION = ("tensor", ["re:.*self_attn.*"])

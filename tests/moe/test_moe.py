@@ -16,7 +16,7 @@ from tools.oracles.moe import moe_oracle
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 BOUNDS = {"bf16": 0.006, "fp8_row": 0.06, "fp8_block128": 0.06, "mxfp8": 0.06, "mxfp4": 0.004, "mxfp4_mxfp8": 0.06,
-          "mxfp4_fp8": 0.06, "nvfp4": 0.004}  # fmt: skip
+          "mxfp4_fp8": 0.06, "nvfp4": 0.004, "int4": 0.005}  # fmt: skip
 KINDS = {
     "swiglu": {}, "limit": {"limit": 0.5}, "bias": {"bias": True},
     "swiglu_oai": {"bias": True, "activation": "swiglu_oai"},

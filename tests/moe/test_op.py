@@ -37,18 +37,26 @@ def test_every_field_of_the_experts_is_in_the_key(name):
 
 @pytest.mark.parametrize("side", ["gate_up", "down"])
 @pytest.mark.parametrize(
-    "change", [{"group": (1, 64)}, {"scales_at_most_2": False}, {"order": "fragments"}, {"scale": torch.ones(1)}]
+    "change",
+    [
+        {"group": (1, 64)},
+        {"scales_at_most_2": False},
+        {"order": "fragments"},
+        {"scale": torch.ones(1)},
+        {"zeros": torch.ones(1)},
+    ],
 )
 def test_every_field_of_quantised_weights_is_in_the_key(side, change):
     experts = weights()
     weight = getattr(experts, side)
     assert weight.scales_at_most_2
     other = replace(experts, **{side: replace(weight, **change)})
-    if "scale" in change:
-        assert sum(change["scale"] is x for x in tensors_of(other)) == 1
+    tensor = change.get("scale", change.get("zeros"))
+    if tensor is not None:
+        assert sum(tensor is x for x in tensors_of(other)) == 1
     else:
         assert constants_of(other) != constants_of(experts)
     keys = [gemm._given(torch.ones(1), x) for x in (weight, getattr(other, side))]
     assert len({repr(key) for key in keys}) == 2
-    known = {"values", "sf", "scale", "group", "scales_at_most_2", "order"}
+    known = {"values", "sf", "scale", "group", "scales_at_most_2", "order", "zeros"}
     assert {field.name for field in fields(QuantTensor)} == known

@@ -19,7 +19,7 @@ from tests.moe.layers import make
 from tests.test_types import same
 
 BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13, "mxfp4_mxfp8": 0.13,
-          "mxfp4_fp8": 0.13, "nvfp4": 0.11}  # fmt: skip
+          "mxfp4_fp8": 0.13, "nvfp4": 0.11, "int4": 0.14}  # fmt: skip
 
 
 def weights(hidden=256, intermediate=128, experts=2):

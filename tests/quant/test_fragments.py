@@ -82,7 +82,7 @@ def test_every_number_is_where_the_docstring_says(weights):
         ("a scale factor is above 2", replace(weights(), scales_at_most_2=False)),
         ("multiples of 64", weights(rows=96)),
         ("multiples of 64", weights(columns=160)),
-        ("it isn't MXFP4 or NVFP4", quantize(torch.randn(1, 64, 64), "mxfp8")),
+        ("it isn't MXFP4, NVFP4 or INT4", quantize(torch.randn(1, 64, 64), "mxfp8")),
         ("multiples of 64", nvfp4(rows=96)),
         ("a scale factor is negative or NaN", replace(nvfp4(), sf=(-nvfp4().sf.float()).to(torch.float8_e4m3fn))),
         ("a scale factor is negative or NaN", replace(nvfp4(), sf=torch.full((2, 128, 12), 1e9).to(nvfp4().sf.dtype))),

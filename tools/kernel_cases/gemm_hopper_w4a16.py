@@ -1,13 +1,16 @@
-"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, and for few FP8 tokens.
+"""Launches of the Hopper kernels for 4-bit weights, also INT4, and bf16 tokens, and for few FP8 tokens.
 
 On a layer of gpt-oss-20b's sizes: 2880/2880, 32 experts, top-4, biases; the kernels for few tokens also on 4096/1536.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from envoi.runtime.kernel_case import HOPPER, KernelCase
-from envoi.runtime.program import Launch
+from envoi.runtime.program import Launch, without_memory
+from envoi.types import ExpertWeights, QuantTensor
 from tools.kernel_cases.planning import Layer, LayerOfRanks, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4
@@ -21,13 +24,41 @@ KERNELS_OF = {
 
 
 @dataclass(frozen=True)
+class Int4:
+    """Form of INT4 weights: columns that share a factor, the factors' dtype, and whether there are zero points."""
+
+    columns: int = 32
+    dtype: torch.dtype = torch.bfloat16
+    zeros: bool = False
+
+    def of(self, x: QuantTensor) -> QuantTensor:
+        """Return weights of these sizes in this form, without memory, in the order of fragments."""
+        shape = *x.shape[:-1], x.shape[-1] // self.columns
+        zeros = without_memory(shape, torch.uint8) if self.zeros else None
+        return QuantTensor(x.values, without_memory(shape, self.dtype), (1, self.columns), order=x.order, zeros=zeros)
+
+
+@dataclass(frozen=True)
+class Int4Layer(Layer):
+    """Layer of experts in INT4."""
+
+    form: Int4 = Int4()
+
+    @property
+    def experts(self) -> ExpertWeights:
+        """Experts without memory."""
+        packed = super().experts
+        return replace(packed, gate_up=self.form.of(packed.gate_up), down=self.form.of(packed.down))
+
+
+@dataclass(frozen=True)
 class Case:
     """One launch of the layer for so many tokens.
 
     kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "many-l1", "many-l2", "many-sent", which is
     L2 whose rows go to other places. nvfp4: of the weights; else they are MXFP4. sizes: hidden, intermediate.
     fp8: of the tokens, of the kernels for few of them; else they are bf16. looks_up: shifts of their weights are far
-    apart.
+    apart. int4: the form of INT4 weights.
     """
 
     name: str
@@ -37,6 +68,7 @@ class Case:
     sizes: tuple[int, int] = HIDDEN, INTERMEDIATE
     fp8: bool = False
     looks_up: bool = False
+    int4: Int4 | None = None
 
     @property
     def title(self) -> str:
@@ -44,6 +76,18 @@ class Case:
         return f"w4a8-{self.name}" if self.fp8 else f"w4a16-{self.name}"
 
 
+# Factors of 32 weights in bf16 and no zero points, as Kimi-K2 has them; of 128 as GPTQ and AWQ do; and what else is
+# read in another way.
+INT4_FORMS = {
+    "": Int4(), "-128": Int4(64), "-gptq": Int4(64, torch.float16), "-awq": Int4(64, torch.float16, True),
+    "-zeros": Int4(32, torch.bfloat16, True),
+}  # fmt: skip
+INT4_CASES = (
+    ("l1", 1, (HIDDEN, INTERMEDIATE)), ("l1", 16, (HIDDEN, INTERMEDIATE)), ("l2", 16, (HIDDEN, INTERMEDIATE)),
+    ("l1", 64, (HIDDEN, INTERMEDIATE)), ("l2", 64, (HIDDEN, INTERMEDIATE)), ("l1", 48, LARGE_SIZES),
+    ("l2", 48, LARGE_SIZES), ("many-l1", 256, (HIDDEN, INTERMEDIATE)), ("many-l1", 512, (HIDDEN, INTERMEDIATE)),
+    ("many-l1", 4096, (HIDDEN, INTERMEDIATE)), ("many-l2", 4096, (HIDDEN, INTERMEDIATE)),
+)  # fmt: skip
 CASES = (
     Case("permute", "permute", 16),
     Case("few-l1-ids", "l1", 1),
@@ -74,13 +118,22 @@ CASES = (
     Case("few-l1-16-7168", "l1", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l2-16-2048", "l2", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
+    *(
+        Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)
+        for name, form in INT4_FORMS.items()
+        for kind, num_tokens, sizes in INT4_CASES
+        if not name or num_tokens in (16, 512)
+    ),
 )
 
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    format = "nvfp4" if case.nvfp4 else "mxfp4_fp8" if case.fp8 else "mxfp4"
     sizes = *case.sizes, NUM_EXPERTS, NUM_TOPK
+    if case.int4 is not None:
+        layer = Int4Layer("int4", case.num_tokens, *sizes, "swiglu_oai", has_bias=True, form=case.int4)
+        return launch_of_call(layer, *KERNELS_OF[case.kind])
+    format = "nvfp4" if case.nvfp4 else "mxfp4_fp8" if case.fp8 else "mxfp4"
     layer = Layer(format, case.num_tokens, *sizes, "swiglu_oai", has_bias=True, bounded=not case.looks_up)
     call = LayerOfRanks(layer, NUM_RANKS) if case.kind == "many-sent" else layer
     return launch_of_call(call, *KERNELS_OF[case.kind])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envoi.checkpoints.entries import Entries
-from envoi.checkpoints.schemes import ALL, MX, MXFP4_PACKED, MXFP8, NV, NVFP4_PACKED, Stored, fp8
+from envoi.checkpoints.schemes import ALL, MX, MXFP4_PACKED, MXFP8, NV, NVFP4_PACKED, Integers, Stored, fp8
 
 CLASSES = ("Linear", "Module")  # of a module that is an expert's matrix, with its bases in torch
 USED = ("quant_method", "format", "config_groups", "ignore", "sparsity_config", "transform_config")
@@ -46,7 +46,7 @@ class Targets:
         return named or next((x for x in self.classes if x in CLASSES or (stacked and "Experts" in x)), None)
 
 
-def read_groups(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
+def read_groups(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
     """Return a function from a module's name, and whether it has all experts' matrices, to how it is stored; None: not
     quantised. Raises ValueError that names the file and the entry for what Envoi doesn't know."""
     path = "quantization_config"
@@ -69,9 +69,9 @@ def read_groups(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stor
         targets, ignored = Targets(group_of), Targets(entries.names("ignore"))
     except re.error as error:
         raise ValueError(f"{file}: {path}: expected regular expressions after 're:', got one with {error}") from None
-    known: dict[str, Stored | None] = {}
+    known: dict[str, Stored | Integers | None] = {}
 
-    def stored(module: str, stacked: bool) -> Stored | None:
+    def stored(module: str, stacked: bool) -> Stored | Integers | None:
         target = targets.of(module, stacked)
         if target is None or ignored.of(module, stacked) is not None:
             return None
@@ -83,7 +83,12 @@ def read_groups(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stor
     return stored
 
 
-def _scheme(file: Path, path: str, group: Any, whole: Any) -> Stored | None:
+def is_size(columns: Any) -> bool:
+    """Return True for a number of columns that can share a factor."""
+    return type(columns) is int and columns > 0
+
+
+def _scheme(file: Path, path: str, group: Any, whole: Any) -> Stored | Integers | None:
     """Return how a group's weights are stored. whole: the format of all groups that don't name one."""
     used = ("targets", "weights", "format", "input_activations", "output_activations")
     entries = Entries(file, path, group, used)
@@ -91,14 +96,14 @@ def _scheme(file: Path, path: str, group: Any, whole: Any) -> Stored | None:
     if weights is None:
         return None
     args = Entries(file, f"{path}.weights", weights, ARGUMENTS, ("observer", "observer_kwargs", "zp_dtype"))
-    args.one_of("symmetric", (True,), True)
+    bits, kind, columns = args.get("num_bits", 8), args.get("type", "int"), args.get("group_size")
+    symmetric = args.one_of("symmetric", (True, False) if (bits, kind) == (4, "int") else (True,), True)
     args.one_of("dynamic", (False,), False)
     args.one_of("actorder", (False, "weight", "static"))
-    bits, kind, columns = args.get("num_bits", 8), args.get("type", "int"), args.get("group_size")
     strategy = args.get("strategy") or {None: "tensor", -1: "channel"}.get(columns, "group")
     format = entries.get("format") or (None if whole == MIXED else whole)
     found, formats = None, ()
-    if (bits, kind, strategy) == (8, "float", "group") and type(columns) is int and columns > 0:
+    if (bits, kind, strategy) == (8, "float", "group") and is_size(columns):
         powers = format == "mxfp8-quantized" or (format is None and args.get("scale_dtype") == "torch.uint8")
         found, formats = (MXFP8, ("mxfp8-quantized",)) if powers else (fp8((1, columns)), FP8_FORMATS)
         found = None if powers and columns != MX[1] else found
@@ -109,11 +114,16 @@ def _scheme(file: Path, path: str, group: Any, whole: Any) -> Stored | None:
         found, formats = MXFP4_PACKED, ("mxfp4-pack-quantized",)
     elif (bits, kind, strategy, columns) == (4, "float", "tensor_group", NV[1]):
         found, formats = NVFP4_PACKED, ("nvfp4-pack-quantized",)
+    elif (bits, kind) == (4, "int") and (strategy == "channel" or (strategy == "group" and is_size(columns))):
+        of_factor = ALL if strategy == "channel" else columns
+        found = Integers("compressed-tensors", of_factor, "" if symmetric else "weight_zero_point")
+        formats = ("pack-quantized",)
     if found is None or format not in (None, *formats):
         named = "" if columns is None else f" with groups of {columns}"
         raise ValueError(
             f"{file}: {path}: expected 8-bit float weights with a factor a channel, a tensor, a block or a group, "
             f"'mxfp8-quantized' or 'mxfp4-pack-quantized' in groups of {MX[1]} or 'nvfp4-pack-quantized' in groups of "
-            f"{NV[1]}, got {bits}-bit {kind} by {strategy} in {format!r}{named}"
+            f"{NV[1]}, or 4-bit int ones with a factor a channel or a group in 'pack-quantized', got {bits}-bit "
+            f"{kind} by {strategy} in {format!r}{named}"
         )
     return found

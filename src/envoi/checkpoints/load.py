@@ -46,8 +46,9 @@ def from_checkpoint(
     (DeepSeek-V3, Kimi-K2, Qwen3-FP8, MiniMax-M2, GLM, Mixtral-FP8, compressed-tensors, ModelOpt, Quark); MXFP8
     (MiniMax-M3, ModelOpt, compressed-tensors, Quark, AutoRound); MXFP4 (DeepSeek-V4, gpt-oss, the same writers); NVFP4
     (ModelOpt, compressed-tensors, AutoRound; where the scale of a matrix divides, its reciprocal is rounded to
-    float32). Where several ways of quantising are mixed, each module has its own. Scales of activations aren't used, as
-    activations are quantised by what they are, or not at all.
+    float32); INT4 with a factor per group or row, with or without zero points (compressed-tensors, as Kimi-K2 has it;
+    AWQ; GPTQ whose groups are of neighbouring columns). Where several ways of quantising are mixed, each module has its
+    own. Scales of activations aren't used, as activations are quantised by what they are, or not at all.
 
     The activation and its limits are those that config.json gives for the layer, if Envoi knows all keys about experts'
     arithmetic in it (`envoi.checkpoints.keys`), and all tensors beside an expert's weights.
@@ -129,10 +130,13 @@ def _check_hidden(shards: Shards, config: Config, named: Separate | Stacked) -> 
     if isinstance(named, Stacked):
         names = [named.down + "_blocks" * named.blocks]
     else:
-        names = [named.name(named.ids[0], named.down, part) for part in ("weight_packed", "weight")]
+        names = [named.name(named.ids[0], named.down, part) for part in ("weight_packed", "qweight", "weight")]
     name = next((name for name in names if name in shards.file_of), names[-1])
     shape = shards.header(name)[1]
-    if size not in (shape[1:] if isinstance(named, Stacked) else shape[:1]):
+    sizes = shape[1:] if isinstance(named, Stacked) else shape[:1]
+    if name.endswith("qweight"):  # transposed, with the one side or the other by eights
+        sizes = shape[1], shape[1] * 8
+    if size not in sizes:
         raise ValueError(f"{config.file}: {key}: expected the hidden size of {name} {list(shape)}, got {size}")
 
 

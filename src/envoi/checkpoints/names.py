@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = r"(?:(?:model|language_model|text_model|backbone|transformer|llm)\.)*layers\.(\d+)\."
-SEPARATE = re.compile(PREFIX + r"((?:[^.]+\.)*experts\.)(\d+)\.(gate_proj|up_proj|w1)\.weight(?:_packed)?")
+SEPARATE = re.compile(PREFIX + r"((?:[^.]+\.)*experts\.)(\d+)\.(gate_proj|up_proj|w1)\.(?:weight(?:_packed)?|qweight)")
 # The last part of the name of gate and up in one tensor, and that of down.
 TOGETHER = {"gate_up_proj": "down_proj", "fc1.weight": "fc2.weight", "w13_weight": "w2_weight"}
 STACKED = re.compile(

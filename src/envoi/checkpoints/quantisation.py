@@ -11,7 +11,7 @@ import torch
 from envoi.checkpoints.compressed_tensors import read_groups
 from envoi.checkpoints.entries import Entries, Names
 from envoi.checkpoints.other_writers import read_auto_round, read_quark
-from envoi.checkpoints.schemes import ALL, BLOCK128, E4M3, MX, MXFP4, MXFP8, NV, NVFP4, Stored, fp8
+from envoi.checkpoints.schemes import ALL, BLOCK128, E4M3, MX, MXFP4, MXFP8, NV, NVFP4, Integers, Stored, fp8
 
 NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 HARMLESS = (
@@ -31,6 +31,17 @@ ALGORITHMS = {
     "W4A16_MXFP4": (MXFP4, MX[1]),
 }  # of ModelOpt, with the group_size that may be named beside
 MIXED = "MIXED_PRECISION"
+AWQ_HARMLESS = (
+    "quant_method", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", )  # fmt: skip
+# How weights were found; g_idx says whether columns were ordered by their activations.
+GPTQ_HARMLESS = (
+    "quant_method", "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment",
+    "model_name_or_path", "model_file_base_name", "model_seqlen", "backend", "use_exllama", "exllama_config",
+    "max_input_length", "use_cuda_fp16", "cache_block_outputs", "batch_size", "block_name_to_quantize",
+    "module_name_preceding_first_block", "pad_token_id", "tokenizer", "dataset", "modules_in_block_to_quantize",
+    "disable_exllama", "lm_head", "mse", "act_group_aware", "parallel_packing",
+    "hyb_act", "meta",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,9 @@ class Quantisation:
 
     file: Path
     method: str
-    module: Callable[[str, bool], Stored | None]
+    module: Callable[[str, bool], Stored | Integers | None]
 
-    def stored(self, modules: Sequence[str], stacked: bool = False) -> Stored | None:
+    def stored(self, modules: Sequence[str], stacked: bool = False) -> Stored | Integers | None:
         """Return how all of these modules are stored, None if none is quantised. Raises ValueError if they differ."""
         first = None
         for position, name in enumerate(modules):
@@ -71,11 +82,11 @@ def read_entries(file: Path, given: Any) -> Quantisation | None:
     return Quantisation(file, method, METHODS[method](file, given))
 
 
-def _but(left_out: Names, stored: Stored, module: str, stacked: bool) -> Stored | None:
+def _but(left_out: Names, stored: Stored | Integers, module: str, stacked: bool) -> Stored | Integers | None:
     return None if module in left_out else stored
 
 
-def _fp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
+def _fp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
     used = ("weight_block_size", "fmt", "scale_fmt", "quant_algo", "moe_quant_algo", *NOT_CONVERTED)
     mixed = given.get("moe_quant_algo") is not None
     used = (*used, "config_groups", "group_size") if mixed else used  # what they say is of the experts
@@ -95,12 +106,12 @@ def _fp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | No
     return partial(_but, left_out, Stored({E4M3: group, torch.int8: MX, torch.uint8: MX}, names))
 
 
-def _mxfp4(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
+def _mxfp4(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
     entries = Entries(file, "quantization_config", given, NOT_CONVERTED, HARMLESS)
     return partial(_but, entries.modules(*NOT_CONVERTED), MXFP4)
 
 
-def _mxfp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
+def _mxfp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
     used = ("weight_block_size", "fmt", "scale_fmt", *NOT_CONVERTED)
     entries = Entries(file, "quantization_config", given, used, HARMLESS)
     entries.one_of("fmt", ("e4m3", "e4m3fn", "float8_e4m3fn"), "e4m3")
@@ -110,7 +121,7 @@ def _mxfp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | 
     return partial(_but, entries.modules(*NOT_CONVERTED), MXFP8)
 
 
-def _modelopt(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
+def _modelopt(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
     inline = given.get("quantization")
     given = {**given, **inline} if isinstance(inline, dict) else given
     used = (
@@ -132,7 +143,7 @@ def _modelopt(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored
 
 def _layers(
     entries: Entries, left_out: Names, layers: Any, module: str, stacked: bool
-) -> Stored | None:  # fmt: skip
+) -> Stored | Integers | None:  # fmt: skip
     """Return how a module is stored by ModelOpt's list: as it or the part of the model that it belongs to is named."""
     if not isinstance(layers, dict) or not layers:
         raise entries.error("quant_algo", f"quantized_layers beside {MIXED!r}", MIXED)
@@ -160,6 +171,44 @@ def _algorithm(entries: Entries, algorithm: Any) -> Stored:
     return known[0]
 
 
+def _awq(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
+    used = ("bits", "group_size", "zero_point", "version", *NOT_CONVERTED)
+    entries = Entries(file, "quantization_config", given, used, AWQ_HARMLESS)
+    entries.one_of("bits", (4,))
+    entries.one_of("zero_point", (True,))
+    version = entries.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise entries.error("version", "'gemm'", version)
+    return partial(_but, entries.modules(*NOT_CONVERTED), Integers("awq", _columns(entries), "qzeros"))
+
+
+def _gptq(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | Integers | None]:
+    used = (
+        "bits", "group_size", "checkpoint_format", "format", "dynamic", "pack_dtype", "is_marlin_format",
+        *NOT_CONVERTED,
+    )  # fmt: skip
+    entries = Entries(file, "quantization_config", given, used, GPTQ_HARMLESS)
+    entries.one_of("bits", (4,))
+    if entries.get("dynamic") is not None:
+        raise entries.error("dynamic", "none, as modules that differ aren't known", entries.get("dynamic"))
+    entries.one_of("pack_dtype", ("int32",), "int32")
+    entries.one_of("is_marlin_format", (False,), False)
+    forms = "gptq", "gptq_v2"
+    form = entries.one_of("checkpoint_format", forms, entries.one_of("format", forms, "gptq"))
+    stored = Integers("gptq", _columns(entries), "qzeros", added=1 if form == "gptq" else 0)
+    return partial(_but, entries.modules(*NOT_CONVERTED), stored)
+
+
+def _columns(entries: Entries) -> int:
+    """Return how many columns share a factor, of INT4."""
+    columns = entries.get("group_size")
+    if columns == -1:
+        return ALL
+    if type(columns) is not int or columns <= 0:
+        raise entries.error("group_size", "a number of columns, or -1 for all", columns)
+    return columns
+
+
 METHODS = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
@@ -167,5 +216,7 @@ METHODS = {
     "compressed-tensors": read_groups,
     "quark": read_quark,
     "auto-round": read_auto_round,
+    "awq": _awq,
+    "gptq": _gptq,
     "modelopt": _modelopt,
 }

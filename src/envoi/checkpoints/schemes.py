@@ -33,6 +33,30 @@ class Stored:
     spread: bool = False
 
 
+@dataclass(frozen=True)
+class Integers:
+    """Layout of INT4 weights: `envoi.checkpoints.integers` says what each writer's tensors are.
+
+    writer: "compressed-tensors", "awq" or "gptq". columns: that share a factor, `ALL` for a row. zeros: the last part
+    of the zero points' names, "" if there are none. added: to stored zero points.
+    """
+
+    writer: str
+    columns: int
+    zeros: str
+    added: int = 0
+
+    @property
+    def weight(self) -> str:
+        """Last part of the integers' names."""
+        return "weight_packed" if self.writer == "compressed-tensors" else "qweight"
+
+    @property
+    def factors(self) -> str:
+        """Last part of the factors' names."""
+        return "weight_scale" if self.writer == "compressed-tensors" else "scales"
+
+
 def fp8(group: tuple[int, int], factors: tuple[str, ...] = ("weight_scale",)) -> Stored:
     """Return the layout of FP8 weights, [rows, columns] of a group."""
     return Stored({E4M3: group}, factors)

@@ -6,20 +6,22 @@ from typing import NamedTuple
 import torch
 
 from envoi.checkpoints.config import Config
+from envoi.checkpoints.integers import read_integers
 from envoi.checkpoints.names import Separate, check_beside
 from envoi.checkpoints.quantisation import Quantisation
-from envoi.checkpoints.schemes import ALL, FLOATS, Stored
+from envoi.checkpoints.schemes import ALL, FLOATS, Integers, Stored
 from envoi.checkpoints.shards import Shards
 from envoi.quant.bits import as_bytes
 from envoi.quant.regroup import stored_factors
 from envoi.runtime.math import cdiv
+from envoi.types import Matrix
 
 
 class Tensors(NamedTuple):
     """A layer's experts as `envoi.experts.pack` takes them, by the names of its arguments."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     gate_up_sf: torch.Tensor | None = None
     down_sf: torch.Tensor | None = None
     gate_up_scale: torch.Tensor | None = None
@@ -40,8 +42,15 @@ class Estimate:
         self, shards: Shards, quantisation: Quantisation | None, named: Separate, ids: Sequence[int], count: int
     ):
         self.shards, self.named, self.ids = shards, named, ids
-        self.why = f"the layer has experts 0 to {count - 1}"
-        self.stored = stored_as(quantisation, [named.name(e, p, "") for e in ids or (0,) for p in self._projections()])
+        self.why = why_all(count)
+        stored = stored_of(quantisation, named, ids)
+        if isinstance(stored, Integers):
+            name = named.name(ids[0] if ids else 0, named.inputs[0], stored.weight)
+            raise ValueError(
+                f"{shards.file_of.get(name, shards.path)}: {name}: expected experts that transformers keeps as they "
+                "are stored, got INT4; envoi.experts.from_checkpoint loads them"
+            )
+        self.stored = stored
         self.part = self._part()
         first = ids[0] if ids else 0
         name = named.name(first, named.inputs[0], self.part)
@@ -114,7 +123,20 @@ class Estimate:
         return {self.part, self.stored.scale, *factors}
 
 
-def stored_as(quantisation: Quantisation | None, names: Sequence[str], stacked: bool = False) -> Stored | None:
+def why_all(count: int) -> str:
+    """Return why an expert's tensor is expected."""
+    return f"the layer has experts 0 to {count - 1}"
+
+
+def stored_of(quantisation: Quantisation | None, named: Separate, ids: Sequence[int]) -> Stored | Integers | None:
+    """Return how the experts `ids` are stored, None if they aren't quantised."""
+    projections = *named.inputs, named.down
+    return stored_as(quantisation, [named.name(e, p, "") for e in ids or (0,) for p in projections])
+
+
+def stored_as(
+    quantisation: Quantisation | None, names: Sequence[str], stacked: bool = False
+) -> Stored | Integers | None:
     """Return how the modules are stored to which tensors of these names belong, None if none is quantised."""
     modules = [name.removesuffix(".weight").removesuffix(".") for name in names]
     return quantisation.stored(modules, stacked) if quantisation else None
@@ -143,6 +165,9 @@ def read_separate(
     step: Callable[[int], None],
 ) -> Tensors:  # fmt: skip
     """Read the experts `ids` as stored: gate_up [E, 2I, H], all gate rows first, or up [E, I, H]; down [E, H, I]."""
+    stored = stored_of(config.quantisation, named, ids)
+    if isinstance(stored, Integers):
+        return Tensors(*read_integers(shards, named, stored, ids, why_all(count), device, step))
     plan = Estimate(shards, config.quantisation, named, ids, count)
     intermediate, hidden = plan.intermediate, plan.hidden
     values = [

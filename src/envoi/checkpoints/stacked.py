@@ -8,7 +8,7 @@ import torch
 from envoi.checkpoints.config import Config
 from envoi.checkpoints.names import Stacked, check_beside
 from envoi.checkpoints.quantisation import Quantisation
-from envoi.checkpoints.schemes import ALL, FLOATS, MX, Stored
+from envoi.checkpoints.schemes import ALL, FLOATS, MX, Integers, Stored
 from envoi.checkpoints.separate import Tensors, block_of, expect_weights, stored_as
 from envoi.checkpoints.shards import Shards
 from envoi.runtime.math import cdiv
@@ -94,6 +94,11 @@ def _plan_matrices(
 ) -> list[Part]:  # fmt: skip
     """Compare [E, 2I, H] and [E, H, I], or in float both transposed, with the headers; and quantised ones' factors."""
     stored = stored_as(quantisation, (named.gate_up, named.down), stacked=True)
+    if isinstance(stored, Integers):
+        raise ValueError(
+            f"{shards.file_of[named.gate_up]}: {named.gate_up}: expected INT4 experts with tensors for each matrix, "
+            "got all in one tensor"
+        )
     dtype, one = expect_weights(shards, named.gate_up, stored, quantisation)
     _, two = shards.expect(named.down, (dtype,), ())
     transposed = dtype in FLOATS and len(one) == len(two) == 3 and (one[1], one[2]) == (two[2], 2 * two[1])

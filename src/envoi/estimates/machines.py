@@ -62,8 +62,8 @@ class Machine:
         return min(self.widened_tflops, flops / (1e6 / self.widened_per_us + flops / self.tflops[format]))
 
 
-WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
-W4A16 = ("mxfp4", "nvfp4")
+WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4", "int4")
+W4A16 = ("mxfp4", "nvfp4", "int4")
 W4A8 = "mxfp4_fp8"
 
 H200 = Machine(
@@ -73,8 +73,8 @@ H200 = Machine(
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
         # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile the time grows by 0.79 us a
-        # token. More than bf16 because widening hides some products. mxfp8, nvfp4: assumed equal.
-        "mxfp8": 1353, "mxfp4": 1353, "mxfp4_mxfp8": 1353, "nvfp4": 1353,
+        # token. More than bf16 because widening hides some products. mxfp8, nvfp4, int4: assumed equal.
+        "mxfp8": 1353, "mxfp4": 1353, "mxfp4_mxfp8": 1353, "nvfp4": 1353, "int4": 1353,
         "mxfp4_fp8": 1200,  # notes/2026-11-fp8-fp4.md, rows that fill tiles counted
     },
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
@@ -101,7 +101,7 @@ B200 = Machine(
     # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate; with bf16 it is widened.
     tflops={
         "bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 2250, "mxfp4_mxfp8": 4500,
-        "mxfp4_fp8": 2250, "nvfp4": 2250,
+        "mxfp4_fp8": 2250, "nvfp4": 2250, "int4": 2250,
     },
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,

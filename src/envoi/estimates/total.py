@@ -123,8 +123,8 @@ def _notes(layer: MoeLayer, machine: Machine) -> tuple[str, ...]:
         notes.append(f"rates of {machine.name} are the vendor's peaks, not measured: times are floors")
     elif layer.format == "mxfp8":
         notes.append(f"widening mxfp8 on {machine.arch} is taken to cost what widening mxfp4 does")
-    elif layer.format == "nvfp4":
-        notes.append(f"widening nvfp4 on {machine.arch} is taken to cost what widening mxfp4 does")
+    elif layer.format in ("nvfp4", "int4"):
+        notes.append(f"widening {layer.format} on {machine.arch} is taken to cost what widening mxfp4 does")
     if not machine.measured and layer.format in W4A16:
         kind = layer.format
         notes.append(f"{kind} has no kernel of its own on sm_100, where Triton's widens the weights: planned as bf16")

@@ -117,6 +117,9 @@ def _encode(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 def decode_values(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the elements without their scale factors, [.., R, C] in `dtype`, exactly."""
     q = to_rows(q)
+    if q.integers:
+        zeros = 8 if q.zeros is None else expand_sf(q.zeros, q.group, q.shape).to(torch.int16)
+        return (unpack_nibbles(q.values).to(torch.int16) - zeros).to(dtype)
     return (e2m1_decode(unpack_nibbles(q.values)) if q.packed else q.values.float()).to(dtype)
 
 
@@ -140,7 +143,7 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     if q.order == "rows" and tuple(q.sf.shape) != wanted:
         raise ValueError(f"q.sf: expected {list(wanted)}, a factor for each group, got {describe(q.sf)}")
     if torch.compiler.is_compiling():
-        return _compiled_dequantize(q.values, q.sf, q.scale, list(q.group), q.order, dtype)
+        return _compiled_dequantize(q.values, q.sf, q.scale, list(q.group), q.order, dtype, q.zeros)
     return _dequantize(q, dtype)
 
 
@@ -154,13 +157,16 @@ def _dequantize(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _like_dequantized(
-    values: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor | None, group: list[int], order: str, dtype: torch.dtype
-) -> torch.Tensor:
+    values: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor | None, group: list[int], order: str,
+    dtype: torch.dtype, zeros: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     return values.new_empty(QuantTensor(values, sf, (group[0], group[1]), scale, order=order).shape, dtype=dtype)
 
 
 @operator("dequantize", _like_dequantized, lambda *_: 0)
 def _compiled_dequantize(
-    values: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor | None, group: list[int], order: str, dtype: torch.dtype
-) -> torch.Tensor:
-    return _dequantize(QuantTensor(values, sf, (group[0], group[1]), scale, order=order), dtype).contiguous()
+    values: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor | None, group: list[int], order: str,
+    dtype: torch.dtype, zeros: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    q = QuantTensor(values, sf, (group[0], group[1]), scale, order=order, zeros=zeros)
+    return _dequantize(q, dtype).contiguous()

@@ -46,6 +46,11 @@ SCHEMES = {
 }
 
 
+# Weights alone have it, and say themselves how many columns share a factor, in which dtype: see `QuantTensor`. These
+# are what floats are packed to.
+INT4 = Scheme("int4", _PAIR, (1, 32), torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Format:
     """Format of an expert GEMM: a scheme for activations and one for weights; None = bf16."""
@@ -71,6 +76,7 @@ FORMATS = {
         Format("mxfp4_fp8", SCHEMES["fp8_row"], SCHEMES["mxfp4"]),
         Format("mxfp4_mxfp8", SCHEMES["mxfp8"], SCHEMES["mxfp4"]),
         Format("nvfp4", None, SCHEMES["nvfp4"]),
+        Format("int4", None, INT4),
     )
 }
 

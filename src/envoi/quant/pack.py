@@ -9,7 +9,8 @@ from envoi.check import describe, expect_divisible
 from envoi.quant import fp8_fragments
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles
 from envoi.quant.cast import quantize
-from envoi.quant.formats import E2M1_MAX, E4M3_MAX, SCHEMES, Scheme
+from envoi.quant.formats import E2M1_MAX, E4M3_MAX, INT4, SCHEMES, Scheme
+from envoi.quant.int4 import quantize_int4
 from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
 
@@ -48,6 +49,9 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
         return with_checked_scales(_mxfp4_least_squares(weight, name))
     if scheme.name == "nvfp4":
         return _nvfp4_under_scales(weight, name)
+    if scheme == INT4:
+        expect_divisible(f"{name}.shape[-1]", weight.shape[-1], INT4.group[1], "int4 shares a factor over 32 columns")
+        return quantize_int4(weight)
     return with_checked_scales(quantize(weight.contiguous(), scheme, name))
 
 

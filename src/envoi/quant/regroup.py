@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from envoi.check import describe, dtype_name
+from envoi.check import describe, dtype_name, expect_tensor
+from envoi.quant import int4
 from envoi.quant.bits import as_bytes, concatenate, e8m0_ceil, e8m0_to_float
 from envoi.quant.cast import dequantize, expand_sf
-from envoi.quant.formats import Scheme
+from envoi.quant.formats import INT4, Scheme
 from envoi.quant.fragments import to_rows
 from envoi.quant.pack import pack_weight, with_checked_scales
 from envoi.runtime.math import cdiv
@@ -71,6 +72,29 @@ def as_stored(
         group, factors = _evened(group, factors, sizes[0] // parts, parts)
     x = QuantTensor(values, factors, group)
     return x if scale is None else replace(x, scale=row_scales(scale, x.shape, name))
+
+
+def as_integers(
+    values: torch.Tensor, sf: torch.Tensor, zeros: torch.Tensor | None, name: str
+) -> QuantTensor:  # fmt: skip
+    """Return INT4 weights as a QuantTensor, without a copy of the values.
+
+    values uint8 [E, R, C / 2]: two integers from 0 to 15 a byte, the even column in the low nibble. sf [E, R, groups]:
+    bfloat16 or float16, a factor for equal parts of a row. zeros: uint8 of sf's shape, 0 to 16, or None, which means 8.
+    Raises ValueError that names `name`, `name`_sf or `name`_zeros.
+    """
+    expect_tensor(name, values, torch.uint8, ("num_experts", "rows", "columns / 2"))
+    expect_tensor(f"{name}_sf", sf, int4.FACTORS, (*values.shape[:2], "groups"), values.device)
+    columns, groups = 2 * values.shape[2], sf.shape[2]
+    if groups == 0 or columns % groups:
+        raise ValueError(f"{name}_sf: expected factors for equal parts of {columns} columns, got {describe(sf)}")
+    if zeros is not None:
+        expect_tensor(f"{name}_zeros", zeros, torch.uint8, sf.shape, sf.device)
+        if zeros.numel() and zeros.device.type != "meta" and int(zeros.max()) > int4.LARGEST_ZERO:
+            raise ValueError(
+                f"{name}_zeros: expected zero points from 0 to {int4.LARGEST_ZERO}, got {int(zeros.max())}"
+            )
+    return QuantTensor(values, sf, (1, columns // groups), zeros=zeros)
 
 
 def _guessed(size: int, count: int, parts: int) -> int | None:
@@ -166,8 +190,13 @@ def why_not(x: QuantTensor, scheme: Scheme) -> str:
     """Return why the numbers of x can't be written in a scheme exactly; "" if they can. Reads the factors only,
     and on meta, where there is nothing to read, takes them for any numbers."""
     group, sf = scheme.group_for(x.shape), x.sf
+    if x.integers != (scheme == INT4):
+        return f"their elements are {_kind(x)}, and those of {scheme.name} are {_kind_of(scheme)}"
+    if scheme == INT4:
+        whole = x.group[0] == 1 and x.shape[-1] % x.group[1] == 0
+        return "" if whole else f"{x.group[0]} x {x.group[1]} elements share a factor, not equal parts of a row"
     if x.values.dtype != scheme.values:
-        return f"their elements are {_kind(x.packed)}, and those of {scheme.name} are {_kind(not x.packed)}"
+        return f"their elements are {_kind(x)}, and those of {scheme.name} are {_kind_of(scheme)}"
     for axis, size in enumerate(x.shape[-2:]):
         if x.group[axis] % group[axis] and x.group[axis] < size:
             return (
@@ -183,8 +212,12 @@ def why_not(x: QuantTensor, scheme: Scheme) -> str:
     return ""
 
 
-def _kind(packed: bool) -> str:
-    return "E2M1" if packed else "E4M3"
+def _kind(x: QuantTensor) -> str:
+    return "integers" if x.integers else "E2M1" if x.packed else "E4M3"
+
+
+def _kind_of(scheme: Scheme) -> str:
+    return "integers" if scheme == INT4 else "E2M1" if scheme.values == torch.uint8 else "E4M3"
 
 
 def _powers_of_two(sf: torch.Tensor) -> bool:
@@ -194,6 +227,9 @@ def _powers_of_two(sf: torch.Tensor) -> bool:
 def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
     """Write x in a scheme for which `why_not` has no reason: values are shared, factors are repeated or shared."""
     group, sf = scheme.group_for(x.shape), x.sf
+    if scheme == INT4:
+        zeros = None if x.zeros is None else x.zeros.contiguous()
+        return int4.without_needless_zeros(replace(x, values=x.values.contiguous(), sf=sf.contiguous(), zeros=zeros))
     if scheme.sf == torch.float8_e8m0fnu and sf.dtype == torch.float32:
         sf = e8m0_ceil(sf)
     elif scheme.sf == torch.float32 and sf.dtype == torch.float8_e8m0fnu:
@@ -224,7 +260,9 @@ def requantize(
     parts: list[Any] = []
     for expert in range(x.shape[0]):
         scale = x.scale if x.scale is None or x.scale.numel() == 1 else x.scale[expert : expert + 1]
-        one = replace(x, values=x.values[expert : expert + 1], sf=x.sf[expert : expert + 1], scale=scale)
+        part = slice(expert, expert + 1)
+        zeros = None if x.zeros is None else x.zeros[part]
+        one = replace(x, values=x.values[part], sf=x.sf[part], scale=scale, zeros=zeros)
         parts.append(pack_weight(order(dequantize(one)), scheme, name))
     if not parts:
         return pack_weight(order(dequantize(x)), scheme, name)

@@ -65,7 +65,7 @@ def halves_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
 
 
 def unswizzled_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """Return a TMA descriptor of a float32 matrix whose boxes are row-major in shared memory."""
+    """Return a TMA descriptor of a matrix of 16 or 32 bits whose boxes are row-major in shared memory."""
     return _checked(x, _described(x.shape, x.stride(), x.dtype, (rows, columns), False))
 
 
@@ -76,7 +76,7 @@ def _described(
     """Return a descriptor without a matrix: checking a shape takes longer than all else that a descriptor needs."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = _layout(box, dtype) if swizzled else _unswizzled_layout()
+    layout = _layout(box, dtype) if swizzled else _unswizzled_layout(8 * dtype.itemsize)
     nothing = torch.empty(0, dtype=dtype, device="cpu")
     return TensorDescriptor(nothing, list(shape), list(strides), list(box), layout)
 
@@ -88,10 +88,10 @@ def _checked(x: torch.Tensor, described: Any) -> Any:
 
 
 @cache
-def _unswizzled_layout() -> Any:
+def _unswizzled_layout(bits: int) -> Any:
     import triton.experimental.gluon.language as gl
 
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
 
 
 @cache

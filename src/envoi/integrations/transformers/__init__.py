@@ -5,8 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
 "envoi" runs the experts in bf16, and quantised ones as they are stored: FP8 with a factor per block or matrix, MXFP4.
-"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" and "envoi_nvfp4" (4-bit weights, bf16
-activations), "envoi_mxfp4_fp8" and "envoi_mxfp4_mxfp8" run them in those formats;
+"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4", "envoi_nvfp4" and "envoi_int4" (4-bit
+weights, bf16 activations), "envoi_mxfp4_fp8" and "envoi_mxfp4_mxfp8" run them in those formats;
 `model.set_experts_implementation(...)` switches.
 `report(model)` says what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept
 until the originals are freed.

@@ -32,7 +32,7 @@ def constants_of(x: Any, tensors: list[torch.Tensor | None]) -> tuple | None:
     if type(x) is not QuantTensor:
         tensors.append(x)
         return None
-    tensors += x.values, x.sf, x.scale
+    tensors += x.values, x.sf, x.scale, x.zeros
     return x.group, x.scales_at_most_2, x.order
 
 

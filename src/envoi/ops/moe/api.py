@@ -44,8 +44,8 @@ def moe(
         topk_weights [M, k] float32, or bf16 or fp16, which are widened. With tokens [B, S, H] both may be [B, S, k].
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
-    batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4
-        and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4,
+        int4 and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
         doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile
         for it.
     expert_map: where `experts` are some of the routing's, as on one rank of several: int32 [routing.num_experts], which
@@ -80,11 +80,12 @@ def _moe(
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool,
     order: str, gate_up_layout: str, gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None,
+    gate_up_zeros: torch.Tensor | None, down_zeros: torch.Tensor | None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
-        down_bounded, order, gate_up_layout, gate_up_scale, down_scale,
+        down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
     )  # fmt: skip
     has_kernels = choose.has_kernels(topk_ids.device)
     if topk_ids.device.type == "cpu" or not has_kernels:

@@ -5,7 +5,7 @@
 
 The first of these that can run a call, and pays, is taken:
 
-    DECODE_MX     permute -> L1 -> L2 -> sum              Hopper, few tokens, MXFP4 in fragments
+    DECODE_MX     permute -> L1 -> L2 -> sum              Hopper, few tokens, MXFP4 or INT4 in fragments
     DECODE        L1 -> L2 -> sum                         Hopper, few tokens, bf16 and fp8_block128
     ONE_LAUNCH    sort -> gather -> L1 with L2 -> combine Hopper, fp8_block128
     GEMMS         sort -> gather -> L1 -> L2 -> combine   every GPU; each GEMM by the kernels that `kernels_for` names
@@ -132,13 +132,13 @@ def _rows(num_rows: int, width: int, scheme: Scheme | None) -> Matrix:
 
 
 def why_not_decode_mx(experts: ExpertWeights, num_topk: int) -> str:
-    """Return why the kernels for few tokens on MXFP4 weights can't run these experts; "" if they can."""
+    """Return why the kernels for few tokens on MXFP4 or INT4 weights can't run these experts; "" if they can."""
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor):
         return "the weights' format"
     if gate_up.order not in DECODE_MX_ROWS or down.order != gate_up.order:
         return "the weights' order"
-    if gate_up.sf.dtype != torch.float8_e8m0fnu:
+    if gate_up.sf.dtype == torch.float8_e4m3fn:
         return "the weights' format"
     if experts.activation not in DECODE_MX_ACTIVATIONS:
         return "the activation"
@@ -157,7 +157,7 @@ def decode_mx_layer(experts: ExpertWeights) -> few.Layer:
 
 
 def decode_mx_pays(experts: ExpertWeights, num_tokens: int, num_topk: int) -> bool:
-    """Return True if the kernels for few tokens on MXFP4 weights should be faster than those for many."""
+    """Return True if the kernels for few tokens on MXFP4 or INT4 weights should be faster than those for many."""
     return num_tokens * num_topk <= DECODE_MX_ROWS[experts.order] * experts.num_local_experts
 
 

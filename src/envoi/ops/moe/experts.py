@@ -12,6 +12,7 @@ from envoi.ops.moe.choose import Choice, LayerPath, choose_experts
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
 from envoi.ops.moe.permute import quantize_rows
+from envoi.quant.cast import dequantize
 from envoi.quant.formats import format_named
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -28,6 +29,7 @@ def run_experts(
     progress: of one launch, as in `one_launch.run_in_one_launch`.
     choice: of the kernels, None to make it (`choose_experts`); the bits are the same by all that run fp8_block128.
     """
+    experts = by_kernels(experts)
     choice = choice or choose_experts(experts, rows.shape[0], grouping)
     if choice.path is LayerPath.ONE_LAUNCH:
         with span("L1 and L2"):
@@ -38,6 +40,23 @@ def run_experts(
         operands = l2_operands(experts, weights)
         out = _run_grouped_gemm(hidden, experts.down, offsets, l2_epilogue(experts), operands, grouping, choice.l2)
         return cast(torch.Tensor, out)
+
+
+def by_kernels(experts: ExpertWeights) -> ExpertWeights:
+    """Return experts as there are kernels for: INT4 by rows in bf16, in memory that the call takes, others unchanged.
+
+    Kernels read INT4 in the order of fragments alone, which sizes that aren't multiples of 64, and other GPUs, don't
+    have. Weights are rounded to bf16 once, as `int4_to_bf16` does.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    if experts.format != "int4" or experts.order != "rows":
+        return experts
+    return replace(experts, gate_up=in_bf16(gate_up), down=in_bf16(down), format="bf16")
+
+
+def in_bf16(weight: Matrix) -> torch.Tensor:
+    """Return weights in bf16, rounded once."""
+    return weight if isinstance(weight, torch.Tensor) else dequantize(weight).to(torch.bfloat16)
 
 
 def run_l1(

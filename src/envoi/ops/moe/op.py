@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from envoi.check import describe, expect_no_gradients, expect_tensor
-from envoi.quant.formats import Scheme, format_named
+from envoi.quant.formats import INT4, Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
 from envoi.runtime.prepared import exactly
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_experts
@@ -17,12 +17,12 @@ INT32 = torch.iinfo(torch.int32)
 
 def flatten(experts: ExpertWeights) -> tuple:
     """Return the experts as the operator arguments that `unflatten` takes."""
-    gate_up, gate_up_sf, gate_up_scale = _split(experts.gate_up)
-    down, down_sf, down_scale = _split(experts.down)
+    gate_up, gate_up_sf, gate_up_scale, gate_up_zeros = _split(experts.gate_up)
+    down, down_sf, down_scale, down_zeros = _split(experts.down)
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _bounded(experts.gate_up), _bounded(experts.down),
-        experts.order, experts.gate_up_layout, gate_up_scale, down_scale,
+        experts.order, experts.gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
     )  # fmt: skip
 
 
@@ -53,7 +53,9 @@ def columns_of(weight: Matrix, bias: torch.Tensor | None) -> dict[str, torch.Ten
 
 
 def _parts(weight: Matrix) -> tuple[torch.Tensor | None, ...]:
-    return (weight.values, weight.sf, weight.scale) if isinstance(weight, QuantTensor) else (weight,)
+    if isinstance(weight, QuantTensor):
+        return weight.values, weight.sf, weight.scale, weight.zeros
+    return (weight,)
 
 
 def unflatten(
@@ -72,18 +74,22 @@ def unflatten(
     gate_up_layout,
     gate_up_scale=None,
     down_scale=None,
+    gate_up_zeros=None,
+    down_zeros=None,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     sides = (
-        _join(gate_up, gate_up_sf, gate_up_scale, scheme, gate_up_bounded, order),
-        _join(down, down_sf, down_scale, scheme, down_bounded, order),
+        _join(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, scheme, gate_up_bounded, order),
+        _join(down, down_sf, down_scale, down_zeros, scheme, down_bounded, order),
     )
     return ExpertWeights(*sides, format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout)
 
 
-def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return (weight, None, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf, weight.scale)
+def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    if isinstance(weight, torch.Tensor):
+        return weight, None, None, None
+    return weight.values, weight.sf, weight.scale, weight.zeros
 
 
 def _bounded(weight: Matrix) -> bool:
@@ -91,14 +97,16 @@ def _bounded(weight: Matrix) -> bool:
 
 
 def _join(
-    values: torch.Tensor, sf: torch.Tensor | None, scale: torch.Tensor | None, scheme: Scheme | None, bounded: bool,
-    order: str,
+    values: torch.Tensor, sf: torch.Tensor | None, scale: torch.Tensor | None, zeros: torch.Tensor | None,
+    scheme: Scheme | None, bounded: bool, order: str,
 ) -> Matrix:  # fmt: skip
     if sf is None or scheme is None:
         return values
     packed = 2 if values.dtype == torch.uint8 else 1
-    group = scheme.group_for((*values.shape[:-1], values.shape[-1] * packed))
-    return QuantTensor(values, sf, group, scale, scales_at_most_2=bounded, order=order)
+    columns = values.shape[-1] * packed
+    # INT4 has as many factors as its writer wanted.
+    group = (1, columns // sf.shape[-1]) if scheme == INT4 else scheme.group_for((*values.shape[:-1], columns))
+    return QuantTensor(values, sf, group, scale, scales_at_most_2=bounded, order=order, zeros=zeros)
 
 
 def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:

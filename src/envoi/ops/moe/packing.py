@@ -17,6 +17,7 @@ from envoi.check import (
 )
 from envoi.epilogues.activation import ACTIVATIONS, computed, expect_activation
 from envoi.epilogues.library import swiglu_oai_with
+from envoi.ops.moe.in_place import over
 from envoi.quant import regroup
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
@@ -48,7 +49,8 @@ BLOCKS = SCHEMES["fp8_128x128"]  # the weights of "fp8_block128"
 def pack(
     gate_up: Matrix, down: Matrix, format: str = AUTO, *, gate_up_sf: torch.Tensor | None = None,
     down_sf: torch.Tensor | None = None, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
+    down_scale: torch.Tensor | None = None, gate_up_zeros: torch.Tensor | None = None,
+    down_zeros: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
     gate_up_layout: str = "concat", packed_layout: str | None = None, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, activation: str | Callable = "swiglu", swiglu_limit: float | None = None,
     swiglu_alpha: float | None = None, requantize: bool = False, in_place: bool = False,
@@ -57,17 +59,17 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights, bf16 activations), or
-        "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": what they are stored in;
-        bf16 for floats.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4" and "int4" (4-bit weights, bf16 activations),
+        or "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": as stored, floats bf16.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
-        and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
+        and up; gate_up_zeros, down_zeros: zero points of INT4 weights, of pairs for which format is "int4", or "auto".
+        See `envoi.quant.regroup.as_stored`, `as_integers` for dtypes and shapes. Or gate_up and down are QuantTensors.
     weight_block_size: rows and columns that share a factor, as config.json names them; the last block of a side may be
         smaller. Blocks begin with the first row of gate, the first of up and the first column: in a shard that begins
         inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
     requantize: round numbers that the format can't hold, which is refused else; under "auto" to bf16, if no format
-        holds quantised ones, or where bf16 doesn't hold fp16 and fp32 ones.
+        holds quantised ones, or bf16 not fp16 and fp32 ones.
     gate_up_layout: of rows and bias, "concat" (all gate, then all up; most checkpoints) or "interleaved" (gpt-oss).
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
         gelu(gate) * up, "geglu_tanh" (gelu by tanh); "silu" and "relu2" = relu(up)^2 without a gate, gate_up [E, I, H]
@@ -79,20 +81,19 @@ def pack(
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     in_place: write weights and factors whose order changes over those that are given, if they are contiguous, so that
         they are in memory once; the given tensors have no other use afterwards.
-    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
-    Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
-    On Hopper "mxfp4", "nvfp4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
-    (`QuantTensor.order`), in as much memory; `unpack` reads them.
+    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2]. Its
+    blocks are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`. On Hopper 4-bit
+    weights but "mxfp4_mxfp8" are put in the order of tensor cores where possible, in as much memory; `unpack` reads it.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
+    MX and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
     _check_options(format, gate_up_layout, requantize, in_place)
     _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gated, block = has_gate(activation), _block(weight_block_size)
     parts = 2 if gated and gate_up_layout == "concat" else 1
-    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up", block, parts)
-    given = gate_up, (down := _stored(down, down_sf, down_scale, "down", block))
+    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, format)
+    given = gate_up, (down := _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, format))
     chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
@@ -101,10 +102,10 @@ def pack(
         gate_up, down, gate_up_bias = _in_whole_blocks(*sides, gate_up_bias, padding, parts)
     gate_up_layout, layout = (gate_up_layout, layout) if gated else ("interleaved",) * 2  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
-    matrices = rows, _in_scheme(down, chosen, "down", requantize)
+    down_rows = _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    experts = ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout, padding)
-    return _over(_arranged(experts, ()), given) if in_place else _arranged(experts, (gate_up, down))
+    experts = ExpertWeights(rows, down_rows, chosen.name, activation, limit, *biases, layout, padding)
+    return over(_arranged(experts, ()), given) if in_place else _arranged(experts, (gate_up, down))
 
 
 def _check_options(format: str, gate_up_layout: str, requantize: bool, in_place: bool) -> None:
@@ -196,14 +197,17 @@ def _with_alpha(activation: str, alpha: float | None) -> str:
 
 
 def _stored(
-    weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, name: str, block: tuple[int, int] | None,
-    parts: int = 1,
+    weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, zeros: torch.Tensor | None, name: str,
+    block: tuple[int, int] | None, parts: int, format: str,
 ) -> Matrix:  # fmt: skip
-    """Return weights with their factors as a QuantTensor by rows, float weights as they are."""
+    """Return weights with their factors as a QuantTensor by rows, float weights as they are.
+
+    format: "int4" says that pairs of 4 bits are INT4 also without zero points, else they are E2M1.
+    """
     if block is not None and sf is None:
         raise ValueError(f"weight_block_size: expected None without {name}_sf, got {block}")
     if isinstance(weight, QuantTensor):
-        for part, given in (("sf", sf), ("scale", scale)):
+        for part, given in (("sf", sf), ("scale", scale), ("zeros", zeros)):
             if given is not None:
                 raise ValueError(
                     f"{name}_{part}: expected None beside a QuantTensor, which has its factors, got {describe(given)}"
@@ -211,9 +215,17 @@ def _stored(
         groups = [-(-size // side) for size, side in zip(weight.shape[-2:], weight.group, strict=True)]
         expect_tensor(f"{name}.values", weight.values, (torch.float8_e4m3fn, torch.uint8))
         expect_tensor(f"{name}.sf", weight.sf, None, (*weight.shape[:-2], *groups), weight.values.device)
+        if weight.integers and weight.order == "rows":
+            regroup.as_integers(weight.values, weight.sf, weight.zeros, name)
         if weight.scale is not None:
             weight = replace(weight, scale=regroup.row_scales(weight.scale, weight.shape, name))
         return regroup.by_rows(weight)
+    if sf is not None and (format == "int4" or zeros is not None):
+        if scale is not None or block is not None:
+            raise ValueError(f"{name}_scale, weight_block_size: expected None beside INT4 weights, got one of them")
+        return regroup.as_integers(weight, sf, zeros, name)
+    if zeros is not None:
+        raise ValueError(f"{name}_zeros: expected None beside weights without {name}_sf, got {describe(zeros)}")
     if sf is not None:
         return regroup.as_stored(weight, sf, name, scale, block, parts)
     if scale is not None:
@@ -287,7 +299,9 @@ def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requant
     sf = stored.sf
     if stored.group[0] == 1:
         scale = None if stored.scale is None else _in_layout(kept, stored.scale, given, dim=-1)
-        return replace(stored, values=_reordered(stored.values, reorder), sf=_reordered(sf, reorder), scale=scale)
+        zeros = None if stored.zeros is None else reorder(stored.zeros)
+        values = _reordered(stored.values, reorder)
+        return replace(stored, values=values, sf=_reordered(sf, reorder), scale=scale, zeros=zeros)
     if kept == "concat":
         if not requantize:
             raise ValueError(
@@ -343,7 +357,7 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
-    if implementation(experts.device) != "hopper" or gate_up.group not in ((1, 32), (1, 16)):
+    if implementation(experts.device) != "hopper" or (gate_up.group not in ((1, 32), (1, 16)) and not gate_up.integers):
         return experts
     activations = format_named(experts.format).activations
     why_not, put = why_not_fragments, to_fragments
@@ -353,42 +367,26 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
-    parts = [part for x in theirs or () for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
+    parts = [part for x in theirs or () for part in tensors_in(x)]
     kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in parts}
 
     def own_tensor(x: torch.Tensor) -> torch.Tensor:
         return x.clone() if kept is None or x.untyped_storage().data_ptr() in kept else x
 
     def own(x: QuantTensor) -> QuantTensor:
-        return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf))
+        zeros = None if x.zeros is None else own_tensor(x.zeros)
+        return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf), zeros=zeros)
 
     return replace(experts, gate_up=put(own(gate_up)), down=put(own(down)))
 
 
+def tensors_in(x: Matrix) -> list[torch.Tensor]:
+    """Return the tensors that weights read by `put` consist of."""
+    parts = (x.values, x.sf, x.zeros) if isinstance(x, QuantTensor) else (x,)
+    return [part for part in parts if part is not None]
+
+
 ExpertWeights.arrange = staticmethod(_arranged)
-
-
-def _over(experts: ExpertWeights, stored: Sequence[Matrix]) -> ExpertWeights:
-    """Move packed weights into the memory of those that they were packed from, gate_up and down, where they fit."""
-
-    def over(packed: Matrix, given: Matrix) -> Matrix:
-        if isinstance(packed, torch.Tensor) and isinstance(given, torch.Tensor):
-            return _moved(packed, given)
-        if isinstance(packed, QuantTensor) and isinstance(given, QuantTensor):
-            return replace(packed, values=_moved(packed.values, given.values), sf=_moved(packed.sf, given.sf))
-        return packed
-
-    gate_up, down = map(over, (experts.gate_up, experts.down), stored)
-    return replace(experts, gate_up=gate_up, down=down)
-
-
-def _moved(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    if x.data_ptr() == place.data_ptr() or not place.is_contiguous() or not x.is_contiguous():
-        return x
-    if (x.numel() * x.itemsize, x.device) != (place.numel() * place.itemsize, place.device):
-        return x
-    with torch.no_grad():
-        return place.detach().view(torch.uint8).view(-1).view(x.dtype).view(x.shape).copy_(x)
 
 
 def _with_rows_on_16_bytes(x: QuantTensor) -> QuantTensor:
@@ -437,7 +435,7 @@ def check_sizes(hidden: int, intermediate: int, format: Format) -> None:
     """Raise ValueError unless a format's groups, and the kernels' vectors of 8, divide both sizes."""
     why = _unfit(hidden, intermediate, format)
     if why:
-        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4, mxfp4_fp8 and mxfp4_mxfp8 of 32"
+        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, int4, mxfp8, mxfp4, mxfp4_fp8, mxfp4_mxfp8 of 32"
         raise ValueError(f"{why} ({others}, fp8_block128 of 128)")
 
 

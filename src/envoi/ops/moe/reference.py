@@ -14,7 +14,8 @@ geglu has gelu(gate), geglu_tanh its approximation by tanh, in place of silu(gat
 relu(up)^2 * w. split takes every other value, or in the layout "concat" the first half and the second.
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
 (`envoi.ops.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128. Both products are of
-nvfp4's weights without their scales, by which the sums are multiplied in float32.
+nvfp4's weights without their scales, by which the sums are multiplied in float32. int4's weights are rounded to bf16,
+once, as the kernels for many tokens do; those for few tokens multiply integers, and sums by factors in float32.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ from envoi.epilogues.library import expert_l1, expert_l2
 from envoi.ops.gemm import grouped_gemm
 from envoi.ops.moe.op import columns_of, scale_of
 from envoi.quant.bits import as_bytes
-from envoi.quant.cast import quantize
+from envoi.quant.cast import dequantize, quantize
 from envoi.quant.formats import format_named
 from envoi.quant.fragments import to_rows
 from envoi.spans import span
@@ -60,7 +61,12 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
 
 
 def _by_rows(weight: Matrix) -> Matrix:
-    """Return a weight in rows, without its scale: packed on a Hopper GPU it may be in the order of its kernels."""
+    """Return a weight in rows, without its scale: packed on a Hopper GPU it may be in the order of its kernels.
+
+    INT4 is rounded to bf16.
+    """
+    if isinstance(weight, QuantTensor) and weight.integers:
+        return dequantize(weight).to(torch.bfloat16)
     return weight if isinstance(weight, torch.Tensor) else to_rows(replace(weight, scale=None))
 
 

@@ -11,7 +11,9 @@ from envoi.ops.moe.packing import pack
 from envoi.quant.bits import as_bytes
 from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
 
-PARTS = tuple(f"{side}{part}" for side in ("gate_up", "down") for part in (".values", ".sf", ".scale", "_bias"))
+PARTS = tuple(
+    f"{side}{part}" for side in ("gate_up", "down") for part in (".values", ".sf", ".scale", ".zeros", "_bias")
+)
 
 
 def refit(experts: ExpertWeights, gate_up: Matrix, down: Matrix, **given: Any) -> ExpertWeights:
@@ -60,8 +62,10 @@ def _pairs(old: ExpertWeights, new: ExpertWeights) -> Iterator[tuple[torch.Tenso
 def _tensors(experts: ExpertWeights) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = []
     for weight, bias in ((experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)):
-        parts = (weight, None, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf, weight.scale)
-        found += [*parts, bias]
+        if isinstance(weight, torch.Tensor):
+            found += [weight, None, None, None, bias]
+        else:
+            found += [weight.values, weight.sf, weight.scale, weight.zeros, bias]
     return found
 
 

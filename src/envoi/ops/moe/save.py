@@ -11,7 +11,8 @@ import torch
 from envoi.check import describe, expect_choice, expect_device, expect_int, expect_number, expect_tensor
 from envoi.epilogues.activation import expect_activation
 from envoi.quant import fp8_fragments
-from envoi.quant.formats import Format, Scheme, format_named
+from envoi.quant.formats import INT4, Format, Scheme, format_named
+from envoi.quant.int4 import FACTORS
 from envoi.quant.pack import with_checked_scales
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts
 
@@ -190,9 +191,10 @@ def _matrix(name: str, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, 
     if not (isinstance(group, list) and len(group) == 2 and all(type(side) is int for side in group)):
         raise ValueError(f"{name}.group: expected two numbers, got {group!r}")
     expect_choice(f"{name}.order", order, ORDERS)
-    scale = parts.get("scale")
+    scale, zeros = parts.get("scale"), parts.get("zeros")
     # A promise that isn't kept would make wrong numbers, so it is looked up again.
-    return with_checked_scales(QuantTensor(parts["values"], parts["sf"], (group[0], group[1]), scale, order=order))
+    sides = group[0], group[1]
+    return with_checked_scales(QuantTensor(parts["values"], parts["sf"], sides, scale, order=order, zeros=zeros))
 
 
 def _check(experts: ExpertWeights, format: Format) -> None:
@@ -215,10 +217,16 @@ def _check_matrix(name: str, weight: Matrix, shape: tuple[int, int, int], scheme
         expect_tensor(name, weight, torch.bfloat16 if scheme is None else scheme.values, shape)
         return
     columns = shape[2] // 2 if scheme.values == torch.uint8 else shape[2]
-    group = scheme.group_for(shape)
+    group = weight.group if scheme == INT4 else scheme.group_for(shape)
+    if min(group) < 1:
+        raise ValueError(f"{name}.group: expected at least 1 row and 1 column, got {group}")
     factors = (shape[0], *(-(-size // side) for size, side in zip(shape[1:], group, strict=True)))
     expect_tensor(f"{name}.values", weight.values, scheme.values, (*shape[:2], columns))
-    expect_tensor(f"{name}.sf", weight.sf, scheme.sf, factors)
+    expect_tensor(f"{name}.sf", weight.sf, FACTORS if scheme == INT4 else scheme.sf, factors)
+    if weight.zeros is not None and scheme != INT4:
+        raise ValueError(f"expected no tensor {name}.zeros in {scheme.name}, got {describe(weight.zeros)}")
+    if weight.zeros is not None:
+        expect_tensor(f"{name}.zeros", weight.zeros, torch.uint8, factors)
     if scheme.sf == torch.float8_e4m3fn or weight.order == fp8_fragments.ORDER:
         if weight.scale is None:
             raise ValueError(f"expected a tensor {name}.scale, got none")

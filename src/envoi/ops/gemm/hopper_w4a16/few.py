@@ -1,4 +1,6 @@
-"""Launches of an MoE layer for few tokens on Hopper, MXFP4 weights: permute -> L1 -> L2 -> sum; the four overlap.
+"""Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2 -> sum.
+
+The four overlap.
 
 The order of the weights says what tokens are. "fragments": bf16, split into two E4M3. `fp8_fragments.ORDER`: FP8 with a
 scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal exact weights, rows of L1 in bf16 that are
@@ -12,8 +14,9 @@ from typing import Any
 import torch
 
 from envoi.ops.gemm.hopper_w4a8.host import tables_on
-from envoi.ops.gemm.hopper_w4a16.few_config import FewConfig, few_configs
+from envoi.ops.gemm.hopper_w4a16.few_config import FewConfig, Int4Form, few_configs
 from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
+from envoi.quant.fragments import TILE
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
@@ -94,7 +97,15 @@ def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
     return few_configs(
         layer.gate_up.shape[-1], layer.down.shape[-1], layer.num_experts, num_slots, layer.activation, layer.limit,
         layer.gate_up_bias is not None, layer.fp8, not (layer.gate_up.scales_at_most_2 and layer.down.scales_at_most_2),
+        (form_of(layer.gate_up), form_of(layer.down)),
     )  # fmt: skip
+
+
+def form_of(x: QuantTensor) -> Int4Form | None:
+    """Return the form of INT4 weights in fragments, None for others."""
+    if not x.integers:
+        return None
+    return Int4Form(TILE // x.group[1], x.sf.dtype == torch.float16, x.zeros is not None)
 
 
 def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> Buffers:
@@ -151,7 +162,7 @@ def gemm_launch(
     values = values if config.quantises else values.view(torch.float8_e4m3fn)
     tables = tables_on(device) if config.looks_up else None
     return few_kernel, (num_ctas,), (
-        values, factors, weights.values.view(torch.int32), as_words(weights.sf), weights.scale, tables,
+        values, factors, weights.values.view(torch.int32), as_words(weights.sf), weights.zeros, weights.scale, tables,
         buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
         sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
     ), {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}  # fmt: skip
@@ -159,4 +170,4 @@ def gemm_launch(
 
 def as_words(sf: torch.Tensor) -> torch.Tensor:
     """Scale factors [E, N, K / 32] as int32; K is a multiple of 64 only, so that rows needn't be whole words."""
-    return sf.view(torch.uint8).flatten().view(torch.int32)
+    return sf.flatten().view(torch.uint8).view(torch.int32)

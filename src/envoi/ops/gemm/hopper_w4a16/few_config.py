@@ -18,6 +18,23 @@ RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go 
 
 
 @dataclass(frozen=True)
+class Int4Form(Constant):
+    """Form of INT4 weights in fragments: factors of a row in 64 of K, whether in fp16 or bf16, and whether with zeros.
+
+    per_step: 1 or 2 factors, that is words of a pair of rows. half: fp16. has_zeros: zero points, else 8 everywhere.
+    """
+
+    per_step: int
+    half: bool
+    has_zeros: bool
+
+    @property
+    def up(self) -> float:
+        """What sums of E4M3 weights have yet to be multiplied by, more than those of MXFP4: 2^8 or 2^9 is all of it."""
+        return 16.0 if self.has_zeros else 8.0
+
+
+@dataclass(frozen=True)
 class FewConfig(Constant):
     """Constants of the kernel for few tokens.
 
@@ -33,6 +50,7 @@ class FewConfig(Constant):
     overlaps: programmatic dependent launch.
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
+    int4: form of INT4 weights, None for MXFP4.
     """
 
     tile_tokens: int
@@ -51,6 +69,22 @@ class FewConfig(Constant):
     overlaps: bool = True
     fp8: bool = False
     looks_up: bool = False
+    int4: Int4Form | None = None
+
+    @property
+    def words_per_step(self) -> int:
+        """Return the words of factors that a pair of rows has in a step."""
+        return 1 if self.int4 is None else self.int4.per_step
+
+    @property
+    def holds_more(self) -> bool:
+        """Return True if a step's factors take so many registers that one step less is requested a group earlier."""
+        return self.is_l1 and self.int4 is not None and self.words_per_step == 2 and not self.int4.has_zeros
+
+    @property
+    def shares_factors(self) -> bool:
+        """Return True if all weights of a row in a step, and all numbers of a token, have one factor."""
+        return self.int4 is not None and self.words_per_step == 1 and (self.is_l1 or self.groups_per_step == 1)
 
     @property
     def quantises(self) -> bool:
@@ -143,6 +177,7 @@ def few_configs(
     has_bias: bool,
     fp8: bool = False,
     looks_up: bool = False,
+    forms: tuple[Int4Form | None, Int4Form | None] = (None, None),
 ) -> tuple[FewConfig, FewConfig]:
     """Return the configs of both GEMMs for so many slots of all tokens."""
     l1, l2, room = hidden // 64, intermediate // 64, max(hidden, intermediate) // 64
@@ -151,6 +186,7 @@ def few_configs(
     slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
     first = FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots)
     second = FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts)
+    first, second = replace(first, int4=forms[0]), replace(second, int4=forms[1])
     if fp8:
         first, second = (_with_fp8(config, looks_up) for config in (first, second))
     return _requesting(first, wide, slots > 0), _requesting(second, wide, slots > 0)
@@ -174,6 +210,6 @@ def _requesting(config: FewConfig, wide: bool, is_short: bool) -> FewConfig:
     is_short: so few slots that a CTA has few groups.
     """
     if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
-        return replace(config, late=LATE)
+        return replace(config, late=LATE + config.holds_more)
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not is_short)

@@ -1,7 +1,8 @@
 """Weights in fragment order (`envoi.quant.fragments`) on the device: loads, and widening to E4M3 and to bf16, in Gluon.
 
 A tile of 64 rows x 64 of K is 512 words of weights and 32 words of scale factors, of 32 bits for MXFP4 and of 64 for
-NVFP4, which are widened to bf16 alone. A thread of a warpgroup has four words of weights (k16 x half) and one of
+NVFP4, which are widened to bf16 alone; of INT4 of 32 bits, two factors of 64 of K, or of 64, and zero points in half a
+word or in one. A thread of a warpgroup has four words of weights (k16 x half) and one of
 factors, which the four threads of a row pair share. The kernel for few tokens loads them by volatile PTX with a
 predicate: the compiler would sink a plain load to its first use, after the waits for wgmma, and there would be none in
 flight.
@@ -16,6 +17,7 @@ TILE = gl.constexpr(64)
 WORDS = gl.constexpr(512)  # of weights, a tile
 SF_WORDS = gl.constexpr(32)  # of scale factors, a tile
 NVFP4_UP = gl.constexpr(256.0)  # what products of NVFP4 weights from `to_bf16` have yet to be multiplied by
+NOTHING = gl.constexpr(None)
 TAME = gl.constexpr(0x01010101)  # added to a word of factors: see `row_factors`
 
 
@@ -34,14 +36,23 @@ def pair_layout(warps):
 
 @gluon.constexpr_function
 def load_code(words, offset, or_zero=False):
-    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0.
+    """PTX of a load of 1, 2 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0.
 
     or_zero: else the words are 0, not anything.
     """
-    to, kind = ("{$0, $1, $2, $3}", ".v4") if words == 4 else ("$0", "")
+    outputs = ", ".join(f"${i}" for i in range(words))
+    to, kind = (f"{{{outputs}}}", f".v{words}") if words > 1 else ("$0", "")
     load = f"ld.global.L1::no_allocate{kind}.b32 {to}, [${words} + {offset}];"
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(words)) + " " if or_zero else ""
     return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros}@p {load} }}"
+
+
+@gluon.constexpr_function
+def zeros_code(per_step, step):
+    """PTX of a load of a pair's zero points, two bytes or four, `step` tiles further; 0 if the last operand is 0."""
+    kind = "u16" if per_step == 1 else "b32"  # a register of 32 bits may receive 16, the others become 0
+    load = f"ld.global.L1::no_allocate.{kind} $0, [$1 + {step * 64 * per_step}];"
+    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
 
 
 @gluon.constexpr_function
@@ -67,8 +78,10 @@ class Weights:
 
     words: gl.tensor  # int32 pointer
     factors: gl.tensor  # int32 pointer
+    zeros: Scalar  # uint8 pointer, or None
     num_row_tiles: Scalar
     num_steps: gl.constexpr
+    per_step: gl.constexpr  # words of factors of a pair of rows
 
     @gluon.jit
     def at(self, expert, row_tile, step):
@@ -84,8 +97,13 @@ class Weights:
         tile = (first + gl.minimum(row_tile + thread // 128, last)) * self.num_steps + step
         words = self.words + tile * WORDS + thread % 128 * 4
         tile = (first + gl.minimum(row_tile + pair // SF_WORDS, last)) * self.num_steps + step
-        factors = (self.factors + tile * SF_WORDS + pair % SF_WORDS).to(gl.int64)
-        return Place(words.to(gl.int64), factors)
+        place = tile * SF_WORDS + pair % SF_WORDS
+        factors = (self.factors + place * self.per_step).to(gl.int64)
+        if self.zeros is None:
+            return Place(words.to(gl.int64), factors, NOTHING, self.per_step)
+        else:
+            zeros = (self.zeros + place * (2 * self.per_step)).to(gl.int64)
+            return Place(words.to(gl.int64), factors, zeros, self.per_step)
 
 
 @aggregate
@@ -102,11 +120,14 @@ class Words:
 class Step:
     """Weights of a tile, as they were loaded, and a word of scale factors for each pair of rows.
 
-    factors: int32 [8 * warps].
+    factors: int32 [8 * warps]. second: of INT4 with two words a pair the one of block 1, else None. zeros: a byte for
+    each factor, int32 [8 * warps], or None.
     """
 
     words: Words
     factors: gl.tensor
+    second: Scalar
+    zeros: Scalar
 
 
 @aggregate
@@ -115,6 +136,8 @@ class Place:
 
     words: gl.tensor  # int64 [32 * warps]
     factors: gl.tensor  # int64 [8 * warps]
+    zeros: Scalar  # int64 [8 * warps], or None
+    per_step: gl.constexpr
 
     @gluon.jit
     def load(self, step: gl.constexpr, is_wanted, OR_ZERO: gl.constexpr = False):
@@ -123,29 +146,58 @@ class Place:
             load_code(4, step * 2048, OR_ZERO), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
-        factors = gl.inline_asm_elementwise(
-            load_code(1, step * 128), "=&r,l,r", [self.factors, is_wanted], dtype=gl.int32, is_pure=False, pack=1
+        words = Words(first, second, third, fourth)
+        if self.zeros is None:
+            zeros: gl.constexpr = NOTHING
+        else:
+            zeros = self.load_zeros(step, is_wanted)
+        if self.per_step == 1:
+            factors = gl.inline_asm_elementwise(
+                load_code(1, step * 128), "=&r,l,r", [self.factors, is_wanted], dtype=gl.int32, is_pure=False, pack=1
+            )
+            return Step(words, factors, NOTHING, zeros)
+        else:
+            block0, block1 = gl.inline_asm_elementwise(
+                load_code(2, step * 256), "=&r,=&r,l,r", [self.factors, is_wanted], dtype=(gl.int32, gl.int32),
+                is_pure=False, pack=1,
+            )  # fmt: skip
+            return Step(words, block0, block1, zeros)
+
+    @gluon.jit
+    def load_zeros(self, step: gl.constexpr, is_wanted):
+        """Return the zero points `step` tiles further along K, 0 if is_wanted is 0."""
+        code: gl.constexpr = zeros_code(self.per_step, step)
+        return gl.inline_asm_elementwise(
+            code, "=&r,l,r", [self.zeros, is_wanted], dtype=gl.int32, is_pure=False, pack=1
         )
-        return Step(Words(first, second, third, fourth), factors)
 
     @gluon.jit
     def prefetch(self, step: gl.constexpr, steps: gl.constexpr, is_wanted):
         """Ask for the weights and factors of so many tiles along K, from `step` tiles further on, for the L2 cache."""
         words: gl.constexpr = prefetch_code(step * 2048, steps * 2048)
-        factors: gl.constexpr = prefetch_code(step * 128, steps * 128)
+        factor_bytes: gl.constexpr = 128 * self.per_step
+        factors: gl.constexpr = prefetch_code(step * factor_bytes, steps * factor_bytes)
         gl.inline_asm_elementwise(words, "=&r,l,r", [self.words, is_wanted], gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(factors, "=&r,l,r", [self.factors, is_wanted], gl.int32, is_pure=False, pack=1)
 
     @gluon.jit
     def advance(self, steps: gl.constexpr):
         """Return the place so many tiles further along K."""
-        return Place(self.words + steps * 2048, self.factors + steps * 128)
+        words, factors = self.words + steps * 2048, self.factors + steps * (128 * self.per_step)
+        if self.zeros is None:
+            return Place(words, factors, NOTHING, self.per_step)
+        else:
+            return Place(words, factors, self.zeros + steps * (64 * self.per_step), self.per_step)
 
 
 @gluon.jit
 def either(condition, a, b):
     """Return one of two places."""
-    return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors))
+    words, factors = gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors)
+    if a.zeros is None:
+        return Place(words, factors, NOTHING, a.per_step)
+    else:
+        return Place(words, factors, gl.where(condition, a.zeros, b.zeros), a.per_step)
 
 
 @gluon.jit
@@ -174,6 +226,16 @@ def to_e4m3(words, dot: gl.constexpr):
         E4M3_CODE, "=&r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
     return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def by_row(first, second, dot: gl.constexpr):
+    """Return [16 * warps, 32], constant along K, from numbers of the two rows of each pair [8 * warps]."""
+    warps: gl.constexpr = gl.num_warps()
+    x = gl.join(first, second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
+    rows: gl.constexpr = gl.SliceLayout(1, dot)
+    x = gl.convert_layout(x, rows, assert_trivial=True)
+    return gl.convert_layout(x[:, None].broadcast_to([16 * warps, 32]), dot, assert_trivial=True)
 
 
 @gluon.jit
@@ -263,21 +325,33 @@ def to_bf16(x, factors, dot: gl.constexpr):
 
     factors: int32, or int64 of NVFP4, whose operand lacks a factor `NVFP4_UP`.
     """
+    nvfp4: gl.constexpr = is_nvfp4(factors.dtype)
+    code: gl.constexpr = nvfp4_code() if nvfp4 else bf16_code()
+    operands: gl.constexpr = NVFP4_OPERANDS if nvfp4 else BF16_OPERANDS
+    given = [each_word(x, dot), each_pair(factors, dot)]
+    return gl.inline_asm_elementwise(code, operands, given, gl.bfloat16, is_pure=True, pack=32)
+
+
+@gluon.jit
+def each_word(x, dot: gl.constexpr):
+    """Repeat a tile's words [warp, half, g, k16, t] for the elements in each, [16 * warps, 64]."""
     warps: gl.constexpr = gl.num_warps()
     x = gl.join(gl.join(gl.join(x, x), gl.join(x, x)), gl.join(gl.join(x, x), gl.join(x, x)))
     x = x.permute([0, 1, 2, 5, 3, 6, 4, 7]).reshape([16 * warps, 64])
-    x = gl.convert_layout(x, dot, assert_trivial=True)
+    return gl.convert_layout(x, dot, assert_trivial=True)
+
+
+@gluon.jit
+def each_pair(factors, dot: gl.constexpr):
+    """Repeat a word of each pair of rows [8 * warps] for the elements of both, [16 * warps, 64]."""
+    warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = each_thread_layout(warps)
     none = gl.arange(0, 4, gl.SliceLayout(0, layout)) * 0
     c = gl.convert_layout(factors, gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + none[None, :]
     c = repeat(repeat(c.reshape([warps, 8, 4])))  # [warp, g, t, ..]
     c = gl.join(c, c)
     c = c.permute([0, 3, 1, 4, 5, 6, 2, 7]).reshape([16 * warps, 64])
-    c = gl.convert_layout(c, dot, assert_trivial=True)
-    nvfp4: gl.constexpr = is_nvfp4(factors.dtype)
-    code: gl.constexpr = nvfp4_code() if nvfp4 else bf16_code()
-    operands: gl.constexpr = NVFP4_OPERANDS if nvfp4 else BF16_OPERANDS
-    return gl.inline_asm_elementwise(code, operands, [x, c], gl.bfloat16, is_pure=True, pack=32)
+    return gl.convert_layout(c, dot, assert_trivial=True)
 
 
 @gluon.jit

@@ -1,10 +1,11 @@
-"""GEMM by expert for few tokens: MXFP4 weights straight from memory into FP8 wgmma, bound by reading them.
+"""GEMM by expert for few tokens: MXFP4 or INT4 weights straight from memory into FP8 wgmma, bound by reading them.
 
     acc[row, token] = sum over groups k of 32:  2^sf[row, k] * (w[row, k] @ high[k, token] + w[row, k] @ low[k, token])
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
-exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights. So 32 of
-K are two wgmma m64nTk32 into a fresh accumulator, and a multiply-add for each of its elements: what the factor costs.
+exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
+whose numbers E4M3 holds too, in seven, or in thirteen with zero points. So 32 of K are two wgmma m64nTk32 into a fresh
+accumulator, and a multiply-add for each of its elements: what the factor costs.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
 memory. There are no roles and no barriers in the loop: 4 CTAs of 4 warps an SM (or 2 of 8) hide each other's waits.
@@ -37,6 +38,7 @@ from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
 from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
@@ -182,27 +184,56 @@ def place_in(acc):
 
 
 @gluon.jit
-def issue_step(words, tokens, step, zero):
-    """Start the products of a step of 64 of K; return those of block 0 and of block 1, without scale factors."""
+def issue_step(held, tokens, step, zero):
+    """Start the products of a step of 64 of K; return those of block 0 and of block 1, without scale factors.
+
+    Where both have the same factors, return the sum of all alone.
+    """
+    cfg: gl.constexpr = tokens.cfg
     mma: gl.constexpr = zero.type.layout
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
-    w0, w1 = to_e4m3(words, dot)
-    p0 = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
-    p1 = warpgroup_mma(w1, tokens.part(step, 1, 0), zero, use_acc=False, is_async=True)
-    p0 = warpgroup_mma(w0, tokens.part(step, 0, 1), p0, is_async=True)
-    p1 = warpgroup_mma(w1, tokens.part(step, 1, 1), p1, is_async=True)
-    return p0, p1
+    if cfg.int4 is None:
+        w0, w1 = to_e4m3(held.words, dot)
+    else:
+        w0, w1 = int4_to_e4m3(held.words, held.zeros, dot, cfg.words_per_step)
+    if cfg.shares_factors:
+        p = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
+        p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
+        p = warpgroup_mma(w0, tokens.part(step, 0, 1), p, is_async=True)
+        return (warpgroup_mma(w1, tokens.part(step, 1, 1), p, is_async=True),)
+    else:
+        p0 = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
+        p1 = warpgroup_mma(w1, tokens.part(step, 1, 0), zero, use_acc=False, is_async=True)
+        p0 = warpgroup_mma(w0, tokens.part(step, 0, 1), p0, is_async=True)
+        p1 = warpgroup_mma(w1, tokens.part(step, 1, 1), p1, is_async=True)
+        return p0, p1
 
 
 @gluon.jit
-def finish_step(acc, products, factors, tokens, step):
-    """Wait for a step's products; return acc plus them times their scale factors."""
+def finish_step(acc, products, factors, second, tokens, step):
+    """Wait for a step's products; return acc plus them times their scale factors, words of `Step`."""
     cfg: gl.constexpr = tokens.cfg
     mma: gl.constexpr = acc.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     columns: gl.constexpr = gl.SliceLayout(0, mma)
-    f0, f1 = row_factors(factors, 0, rows), row_factors(factors, 2, rows)
-    if cfg.is_l1:
+    if cfg.int4 is None:
+        f0, f1 = row_factors(factors, 0, rows), row_factors(factors, 2, rows)
+    else:
+        half: gl.constexpr = cfg.int4.half
+        f0 = int4_factors(factors, rows, half)
+        if cfg.words_per_step == 1:
+            f1 = f0
+        else:
+            f1 = int4_factors(second, rows, half)
+    if cfg.shares_factors:
+        if cfg.is_l1:
+            p = warpgroup_mma_wait(num_outstanding=0, deps=products)
+            acc += p * f0[:, None]
+        else:
+            t = tokens.group_factors.index(step).load(columns)
+            p = warpgroup_mma_wait(num_outstanding=0, deps=products)
+            acc += p * f0[:, None] * t[None, :]
+    elif cfg.is_l1:
         p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
         acc += p0 * f0[:, None]
         acc += p1 * f1[:, None]
@@ -259,15 +290,19 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
             # The next step is widened while this one's products are in flight.
             acc = warpgroup_mma_wait(num_outstanding=2 if i + 1 < U else 0, deps=(acc,))
         else:
-            products = issue_step(held[i].words, tokens, within(step, cfg), zero)
-            factors += TAME
+            products = issue_step(held[i], tokens, within(step, cfg), zero)
+            second = held[i].second
+            if cfg.int4 is None:
+                factors += TAME
             if num_steps % U:
                 # A step after the last counts 0 times the last one. Its weights are anything, but finite as E4M3.
                 factors = gl.where(step < num_steps, factors, 0)
+                if second is not None:
+                    second = gl.where(step < num_steps, second, 0)
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted),)
-            acc = finish_step(acc, products, factors, tokens, within(step, cfg))
+            acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
     return acc, requested
 
 
@@ -291,8 +326,8 @@ def within(step, cfg: gl.constexpr):
 
 @gluon.jit
 def few_kernel(
-    values, factors, words, sf, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums, flags,
-    num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
+    values, factors, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums,
+    flags, num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
 ):  # fmt: skip
     """Run one worker. Grid: (any number of CTAs,).
 
@@ -307,7 +342,7 @@ def few_kernel(
         tokens = Fp8Tokens.create(values, factors, tables, cfg)
     else:
         tokens = Tokens.create(values, factors, cfg)
-    weights = Weights(words, sf, num_row_tiles, cfg.num_steps)
+    weights = Weights(words, sf, zeros, num_row_tiles, cfg.num_steps, cfg.words_per_step)
     outputs = Outputs(scale, bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
     schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
     units = schedule.num_units()
@@ -362,6 +397,9 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
             parts.store(worker, acc)
         else:
             acc = parts.add(worker, acc, num_groups - high, (t + 1) * num_groups)
+            if cfg.int4 is not None:
+                up: gl.constexpr = cfg.int4.up
+                acc = acc * up
             if cfg.is_l1:
                 finish_l1(acc, tile, outputs)
             else:

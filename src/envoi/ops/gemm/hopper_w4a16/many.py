@@ -11,6 +11,7 @@ from envoi.epilogues.outputs import chunk_columns, empty_outputs, operand_tensor
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import as_stored, max_experts
 from envoi.ops.gemm.hopper_w4a8.config import TILE, W4A8Config, w4a8_config
+from envoi.ops.gemm.hopper_w4a16.few import as_words, form_of
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
@@ -57,8 +58,10 @@ def run(
 def chosen(a: torch.Tensor, b: QuantTensor, code: Lowered, grouping: Grouping) -> W4A8Config:
     """Return the config for this call."""
     E, N, K = cast(tuple[int, int, int], b.shape)
-    rows, widened = grouping.likely_rows(a.shape[0]), "nvfp4" if b.group[1] == 16 else "bf16"
-    return w4a8_config(N, K, rows, E, devices.num_sms(a.device), widened=widened, reduces_rows=code.partials > 0)
+    rows, form = grouping.likely_rows(a.shape[0]), form_of(b)
+    widened = "int4" if form is not None else "nvfp4" if b.group[1] == 16 else "bf16"
+    sms, reduces_rows = devices.num_sms(a.device), code.partials > 0
+    return w4a8_config(N, K, rows, E, sms, widened=widened, reduces_rows=reduces_rows, int4=form)
 
 
 def _launch(
@@ -84,9 +87,13 @@ def arguments(
     tokens = tma_ready(a)
     few = descriptor(tokens, config.block_y // 8, TILE) if config.widths > 1 else None
     words = b.values.flatten().view(torch.int32).view(-1, 256)
-    factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, config.factor_words)
+    factors = as_words(b.sf).view(-1, config.factor_words)
+    zeros = None
+    if b.zeros is not None:
+        kind = torch.int16 if config.zero_bytes == TILE else torch.int32
+        zeros = unswizzled_descriptor(b.zeros.flatten().view(kind).view(-1, 32), 1, 32)
     return (
         descriptor(tokens, config.block_y, TILE), few, unswizzled_descriptor(words, 2, 256),
-        unswizzled_descriptor(factors, 1, config.factor_words), None, operands or (0,), as_stored(outputs), offsets,
-        parts, count, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
+        unswizzled_descriptor(factors, 1, config.factor_words), zeros, None, operands or (0,), as_stored(outputs),
+        offsets, parts, count, M, N, K, E, config, code, RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip

@@ -5,13 +5,15 @@ from functools import cache
 
 from envoi.ops.gemm.hopper.config import RESERVED_BYTES
 from envoi.ops.gemm.hopper.tile_config import SwappedTiles
+from envoi.ops.gemm.hopper_w4a16.few_config import Int4Form
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 
 TILE = 64  # rows, and elements of K, of a tile of weights
 ROW_BYTES = 128  # of a token in a stage
 WEIGHT_BYTES = 2048  # of a tile
-FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64}  # int32, of a tile's factors, by what weights become
+FACTOR_WORDS = {"e4m3": 32, "bf16": 32, "nvfp4": 64, "int4": 32}  # int32, of a tile's factors, by what weights become
+TMA_STEP = 128  # bytes of whose multiples TMA writes to shared memory
 MAX_STAGES = 8
 REGISTERS = 65536  # of an SM
 TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
@@ -41,7 +43,8 @@ class W4A8Config(SwappedTiles):
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
     memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`). ctas: on an SM.
     widths: of an expert's last tile: 1, or 4, block_y and its half, quarter and eighth (`tile_scheduler`).
-    widened: "e4m3" for MXFP4 and FP8 tokens, "bf16" for MXFP4 and bf16 tokens, "nvfp4" for NVFP4 and bf16 tokens.
+    widened: "e4m3" for MXFP4 and FP8 tokens, "bf16" for MXFP4 and bf16 tokens, "nvfp4" for NVFP4 and "int4" for INT4
+        and bf16 tokens. int4: the form of INT4 weights.
     reduces_rows: an epilogue reduces rows, from shared memory; others work where the products are.
     max_experts: length of vectors over the experts, a power of two.
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
@@ -63,6 +66,7 @@ class W4A8Config(SwappedTiles):
     rows_per_consumer: int = TILE  # of one run of the epilogue
     num_warps: int = 4
     swizzle_rows: int = 8
+    int4: Int4Form | None = None
 
     @property
     def epilogue_in_place(self) -> bool:
@@ -82,7 +86,12 @@ class W4A8Config(SwappedTiles):
     @property
     def factor_words(self) -> int:
         """Words of a tile's factors, int32."""
-        return FACTOR_WORDS[self.widened]
+        return FACTOR_WORDS[self.widened] * (1 if self.int4 is None else self.int4.per_step)
+
+    @property
+    def zero_bytes(self) -> int:
+        """Bytes of a tile's zero points."""
+        return TILE * self.int4.per_step if self.int4 is not None and self.int4.has_zeros else 0
 
     @property
     def registers(self) -> int:
@@ -127,17 +136,17 @@ class W4A8Config(SwappedTiles):
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage in shared memory."""
-        tile = WEIGHT_BYTES + 4 * self.factor_words
+        tile = WEIGHT_BYTES + 4 * self.factor_words + (TMA_STEP if self.zero_bytes else 0)
         return self.block_y * ROW_BYTES + self.steps_per_stage * self.num_row_tiles * tile
 
 
 @cache
 def w4a8_config(
     N: int, K: int, num_rows: int, num_experts: int, num_sms: int, looks_up: bool = False, widened: str = "e4m3",
-    reduces_rows: bool = False,
+    reduces_rows: bool = False, int4: Int4Form | None = None,
 ) -> W4A8Config:  # fmt: skip
     """Return the config that should take the least time for so many rows of all experts."""
-    form = looks_up, widened, reduces_rows
+    form = looks_up, widened, reduces_rows, int4
     tiles = TILES[kind_of(widened)]
     found = [fitted(config_of(block_y, widths, K, num_experts, *form)) for block_y, widths, _ in tiles]
     return min(found, key=lambda config: predicted_tiles(config, N, num_rows, num_experts, num_sms))
@@ -179,7 +188,7 @@ def _cost_of(rows: int, block_y: int, costs: dict[int, float]) -> float:
 
 def config_of(
     block_y: int, widths: int, K: int, num_experts: int, looks_up: bool = False, widened: str = "e4m3",
-    reduces_rows: bool = False,
+    reduces_rows: bool = False, int4: Int4Form | None = None,
 ) -> W4A8Config:  # fmt: skip
     """Return the fastest config for tiles of so many tokens and widths, with more stages than may fit."""
     ctas = 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2
@@ -187,7 +196,7 @@ def config_of(
     return W4A8Config(
         block_y, MAX_STAGES, K // TILE, row_tiles=2, stages_per_turn=turn, looks_up=looks_up, num_consumers=1,
         ctas=ctas, widths=widths, max_experts=max(32, next_power_of_2(num_experts)), widened=widened,
-        reduces_rows=reduces_rows,
+        reduces_rows=reduces_rows, int4=int4,
     )  # fmt: skip
 
 

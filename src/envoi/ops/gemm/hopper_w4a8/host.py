@@ -93,7 +93,7 @@ def arguments(
     few = descriptor(tokens, config.block_y // 8, ROW_BYTES) if config.widths > 1 else None
     return (
         descriptor(tokens, config.block_y, ROW_BYTES), few,
-        unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32),
+        unswizzled_descriptor(words, 4, 256), unswizzled_descriptor(factors, 2, 32), None,
         tables_on(a.device) if config.looks_up else None,
         operands or (0,), as_stored(outputs), offsets, nothing, nothing.view(torch.int32), M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),

@@ -12,6 +12,7 @@ Two or three CTAs on each SM: one's products hide another's epilogue. The warps 
     e4m3             MXFP4, by rows    E4M3     2                          2^r of the weights' row, the tokens' scales
     bf16             MXFP4             bf16     1
     nvfp4            NVFP4             bf16     1                          2^8, the weights' scale
+    int4             INT4              bf16     1
 
 While the tensor cores multiply 64 of K, a consumer widens the next: products of two steps are in flight. An expert's
 last tile may be as narrow as its rows allow (`tile_scheduler`). Configs may also have two consumers, which share a
@@ -40,18 +41,20 @@ from envoi.ops.gemm.hopper.tile_scheduler import Tile
 from envoi.ops.gemm.hopper_w4a8.tile_scheduler import Tiles
 from envoi.ops.gemm.hopper_w4a8.widening import by_block, operands, pairs_layout, words_layout, words_of_pairs
 from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
+from envoi.ops.gemm.hopper_w4a16.int4 import int4_to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.ring import Ring
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
 
 class Sources(NamedTuple):
-    """TMA descriptors: of tokens in boxes of a whole tile and of an eighth of one, of weights, of factors."""
+    """TMA descriptors: of tokens in boxes of a whole tile and of an eighth of one, of weights, factors, zeros."""
 
     tokens: Any
     few_tokens: Any
     words: Any
     factors: Any
+    zeros: Any
 
 
 @aggregate
@@ -61,19 +64,27 @@ class Stages:
     tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128] or bf16 [num_stages, block_y, 64]
     words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2 * steps_per_stage, 256]
     factors: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, steps_per_stage, factor_words]
+    # int16 [num_stages * row tiles, 2, 32], every other row unused, as TMA writes to multiples of 128 bytes; or int32
+    # [.., 1, 32]; factors again if there are no zero points.
+    zeros: gl.shared_memory_descriptor
     ring: Ring
     cfg: gl.constexpr
 
     @staticmethod
     @gluon.jit
-    def create(x_desc, w_desc, f_desc, cfg: gl.constexpr):
+    def create(x_desc, w_desc, f_desc, z_desc, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
         num_stages: gl.constexpr = cfg.num_stages
         num_tiles: gl.constexpr = cfg.num_stages * cfg.num_row_tiles
         tokens = gl.allocate_shared_memory(x_desc.dtype, [num_stages] + x_desc.block_type.shape, x_desc.layout)
         words = gl.allocate_shared_memory(gl.int32, [num_tiles] + w_desc.block_type.shape, w_desc.layout)
         factors = gl.allocate_shared_memory(gl.int32, [num_tiles] + f_desc.block_type.shape, f_desc.layout)
-        return Stages(tokens, words, factors, Ring.create(num_stages, 1, cfg.num_consumers), cfg)
+        if z_desc is None:
+            zeros = factors
+        else:
+            rows: gl.constexpr = 2 // cfg.int4.per_step
+            zeros = gl.allocate_shared_memory(z_desc.dtype, [num_tiles, rows, 32], z_desc.layout)
+        return Stages(tokens, words, factors, zeros, Ring.create(num_stages, 1, cfg.num_consumers), cfg)
 
     @gluon.jit
     def fill(self, descs, step, tile, width, first_tile, k_stage):
@@ -94,6 +105,9 @@ class Stages:
             slot = stage * num_row_tiles + r
             tma_load(descs.words, [row_tile * 2, 0], self.ring.full.index(stage), self.words.index(slot))
             tma_load(descs.factors, [row_tile, 0], self.ring.full.index(stage), self.factors.index(slot))
+            if descs.zeros is not None:
+                zeros = self.zeros.index(slot).slice(0, 1, 0)
+                tma_load(descs.zeros, [row_tile, 0], self.ring.full.index(stage), zeros)
 
     @gluon.jit
     def fill_by_width(self, descs, stage, token, k_stage, width):
@@ -112,8 +126,8 @@ class Stages:
         """Producer: expect all bytes of a stage, and load its tokens: all, or as many boxes as a narrower tile has."""
         num_row_tiles: gl.constexpr = self.cfg.num_row_tiles
         full = self.ring.full.index(stage)
-        weight_bytes: gl.constexpr = (descs.words.block_type.nbytes + descs.factors.block_type.nbytes) * num_row_tiles
-        self.ring.expect(stage, (descs.tokens.block_type.nbytes >> WIDTH) + weight_bytes)
+        tile_bytes: gl.constexpr = descs.words.block_type.nbytes + descs.factors.block_type.nbytes + self.cfg.zero_bytes
+        self.ring.expect(stage, (descs.tokens.block_type.nbytes >> WIDTH) + tile_bytes * num_row_tiles)
         if WIDTH == 0:
             tma_load(descs.tokens, [token, k_stage * self.cfg.block_k], full, self.tokens.index(stage))
         else:
@@ -140,12 +154,24 @@ class Stages:
             acc = warpgroup_mma(a0, self.tokens_of(step, PART * 64, 32, T), acc, is_async=True)
             return warpgroup_mma(a1, self.tokens_of(step, PART * 64 + 32, 32, T), acc, is_async=True)
         else:
-            w = to_bf16(by_block(words), words_of_pairs(factors, self.cfg.factor_words), dot)
+            w = self.widen_to_bf16(words, words_of_pairs(factors, self.cfg.factor_words), slot, dot)
             return warpgroup_mma(w, self.tokens_of(step, 0, 64, T), acc, is_async=True)
+
+    @gluon.jit
+    def widen_to_bf16(self, words, factors, slot, dot: gl.constexpr):
+        """Consumer: return a tile's operand in bf16, from the words and factors of `slot`."""
+        form: gl.constexpr = self.cfg.int4
+        if form is None:
+            return to_bf16(by_block(words), factors, dot)
+        elif form.has_zeros:
+            zeros = self.zeros.index(slot).slice(0, 1, 0).load(pairs_layout).reshape([32]).to(gl.int32)
+            return int4_to_bf16(by_block(words), factors, zeros, dot, form.per_step, form.half)
+        else:
+            return int4_to_bf16(by_block(words), factors, None, dot, form.per_step, form.half)
 
 
 @gluon.jit
-def producer(x_desc, few_desc, w_desc, f_desc, stages, problem):
+def producer(x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem):
     """Role: fill the stages, tile after tile."""
     cfg: gl.constexpr = problem.cfg
     tiles = Tiles.create(problem)
@@ -155,7 +181,7 @@ def producer(x_desc, few_desc, w_desc, f_desc, stages, problem):
         tile, width = tiles.tile(t)
         first_tile = tile.expert * num_row_tiles + tile.x // 64
         for k in range(cfg.stages_of_k):
-            stages.fill(Sources(x_desc, few_desc, w_desc, f_desc), step, tile, width, first_tile, k)
+            stages.fill(Sources(x_desc, few_desc, w_desc, f_desc, z_desc), step, tile, width, first_tile, k)
             step += 1
 
 
@@ -317,18 +343,19 @@ def consumer_registers(cfg):
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x_desc, few_desc, w_desc, f_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
-    cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
+    x_desc, few_desc, w_desc, f_desc, z_desc, lut, operands, outputs, offsets, row_parts, row_counters, M, N, K,
+    num_experts, cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
     x_desc, few_desc: TMA descriptors of tokens [M, K], E4M3 or bf16, boxes of 128 bytes by block_y rows and, if an
     expert's last tile may be narrower, block_y / 8, else None. w_desc: of weights as int32 [2 * tiles, 256], boxes of a
-    stage's tiles along K. f_desc: of factors as int32 [tiles, 32 or 64], likewise. lut: int64 [16], tables of
+    stage's tiles along K. f_desc: of factors as int32 [tiles, 32 or 64], likewise. z_desc: of INT4's zero points as
+    int16 or int32 [tiles, 32], or None. lut: int64 [16], tables of
     `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`; they
     are flat because a launch takes no descriptor within a tuple.
     """
-    stages = Stages.create(x_desc, w_desc, f_desc, cfg)
+    stages = Stages.create(x_desc, w_desc, f_desc, z_desc, cfg)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg)
     descs = (None, None, None, None)  # the epilogue loads and stores without TMA
@@ -338,11 +365,11 @@ def w4a8_kernel(
     if cfg.num_consumers == 1:
         gl.warp_specialize([
             (consumer, (stages, lut, epilogue, 0)),
-            (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
+            (producer, (x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem)),
         ], [1], [cfg.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (stages, lut, epilogue, 0)),
             (consumer, (stages, lut, epilogue, 1)),
-            (producer, (x_desc, few_desc, w_desc, f_desc, stages, problem)),
+            (producer, (x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem)),
         ], [4, 1], consumer_registers(cfg))  # fmt: skip

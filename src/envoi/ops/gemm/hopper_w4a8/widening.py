@@ -3,6 +3,8 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from envoi.ops.gemm.hopper_w4a16.fragments import by_row
+
 # $0, $1: four weights each of block 0 and of block 1, from a word $2, with the tables of its row's two shifts: eight
 # bytes in $6 and $10, and in $14 and $18. An operand stands for four elements, hence the numbers.
 WIDEN = gl.constexpr(
@@ -38,16 +40,6 @@ def tables_of(index, lut, LOOKS_UP: gl.constexpr):
         return both.to(gl.int32), (both >> 32).to(gl.int32)
     # Magnitudes 0, 0.5, 1, 1.5 | 2, 3, 4, 6 of index 2 would be 0, 0, 8, 12 | 16, 20, 24, 28.
     return index * 0x08080800 - 0x04081000, index * 0x08080808 + 0x0C080400
-
-
-@gluon.jit
-def by_row(first, second, dot: gl.constexpr):
-    """Return [16 * warps, 32], constant along K, from numbers of the two rows of each pair [8 * warps]."""
-    warps: gl.constexpr = gl.num_warps()
-    x = gl.join(first, second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
-    rows: gl.constexpr = gl.SliceLayout(1, dot)
-    x = gl.convert_layout(x, rows, assert_trivial=True)
-    return gl.convert_layout(x[:, None].broadcast_to([16 * warps, 32]), dot, assert_trivial=True)
 
 
 @gluon.jit

@@ -455,14 +455,15 @@ class ExpertParallel:
 @operator("moe_parallel", empty_out, mlp_flops)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
-    gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
-    format: str, activation: str, swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool,
-    order: str, gate_up_layout: str, gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None,
+    gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
+    down_sf: torch.Tensor | None, down_bias: torch.Tensor | None, format: str, activation: str,
+    swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool, order: str, gate_up_layout: str,
+    gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None,
+    down_zeros: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
-        down_bounded, order, gate_up_layout, gate_up_scale, down_scale,
+        down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
     )  # fmt: skip
     if parallel not in _instances:
         raise ValueError(CLOSED)

@@ -1,0 +1,62 @@
+"""Random MoE layers with INT4 weights as checkpoints have them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from envoi.ops.moe import pack
+from envoi.quant import dequantize
+from envoi.quant.bits import pack_nibbles
+from envoi.types import ExpertWeights, QuantTensor
+from tests.moe.layers import Layer
+
+
+@dataclass(frozen=True)
+class Form:
+    """Columns that share a factor, the factors' dtype, and whether there are zero points."""
+
+    columns: int = 32
+    dtype: torch.dtype = torch.bfloat16
+    zeros: bool = False
+
+
+FORMS = {
+    "kimi": Form(), "gptq": Form(128, torch.float16), "awq": Form(128, torch.float16, True),
+    "32-zeros": Form(32, torch.bfloat16, True), "32-half": Form(32, torch.float16),
+    "64-zeros": Form(64, torch.bfloat16, True),
+}  # fmt: skip
+
+
+def quantised(weight: torch.Tensor, form: Form, seed: int = 0) -> QuantTensor:
+    """Quantise weights [E, N, K] by rows: nearest integers, zero points at random where the form has them."""
+    source = torch.Generator(weight.device).manual_seed(seed)
+    groups = weight.float().unflatten(-1, (-1, form.columns))
+    shape = groups.shape[:-1]
+    zeros = torch.full(shape, 8, dtype=torch.uint8, device=weight.device)
+    if form.zeros:
+        zeros = torch.randint(0, 16, shape, generator=source, device=weight.device).to(torch.uint8)
+    # A zero point at an end leaves one side of zero without levels: clipped, as a bad checkpoint would be.
+    sf = (groups.abs().amax(-1) / 7.5).clamp(min=1e-6).to(form.dtype)
+    q = (groups / sf.float()[..., None]).round() + zeros[..., None]
+    return QuantTensor(
+        pack_nibbles(q.clamp(0, 15).to(torch.uint8).flatten(-2)), sf, (1, form.columns),
+        zeros=zeros if form.zeros else None,
+    )  # fmt: skip
+
+
+def packed(layer: Layer, form: Form) -> ExpertWeights:
+    """Pack a layer's weights in INT4."""
+    return _pack(layer, quantised(layer.gate_up, form), quantised(layer.down, form, seed=1), "int4")
+
+
+def in_bf16(layer: Layer, form: Form) -> ExpertWeights:
+    """Pack the same numbers rounded to bf16."""
+    given = quantised(layer.gate_up, form), quantised(layer.down, form, seed=1)
+    return _pack(layer, *(dequantize(x).bfloat16() for x in given), "bf16")
+
+
+def _pack(layer: Layer, gate_up, down, format: str) -> ExpertWeights:
+    return pack(
+        gate_up, down, format, activation=layer.activation, swiglu_limit=layer.limit, gate_up_bias=layer.gate_up_bias,
+        down_bias=layer.down_bias,
+    )  # fmt: skip
