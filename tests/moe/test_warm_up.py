@@ -17,7 +17,7 @@ from envoi.epilogues.activation import written
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import warm_up
 from envoi.ops.moe.op import IDS, WEIGHTS
-from envoi.ops.moe.parallel import counted, exchange, nvlink
+from envoi.ops.moe.parallel import counted, exchange
 from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
 from envoi.ops.moe.parallel.exchange import compiled_form
@@ -121,7 +121,7 @@ def test_no_call_across_ranks_does(launched, format, presum):
     call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts))
     known = compiled([call], most, least=0)
     domain = allocate(layout, rank, ends, 10.0, torch.device("cpu"), shared=False)
-    launched_by(launched, known, most, k, lambda *given: nvlink.run_layer(domain, *given, experts), layout.hidden)
+    launched_by(launched, known, most, k, lambda *given: exchange.run_layer(domain, *given, experts), layout.hidden)
 
 
 def launched_by(launched, known, most, k, run, hidden) -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import moe, reference
 from envoi.types import ExpertRows, QuantTensor
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
@@ -24,7 +24,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def one_rank_as_many(monkeypatch):
     """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    monkeypatch.setattr(few, "MOST_ROWS", -1)
+    force(monkeypatch, decode_mx=False)
 
 
 def own_experts(sent, experts) -> torch.Tensor:

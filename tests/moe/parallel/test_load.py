@@ -68,9 +68,8 @@ def run_calls(rank: int, num_ranks: int, way: str) -> tuple[list, list, str]:
     if way == "counted":
         parallel = cases.open_parallel(layer, "bf16", rank, ends)
     else:
-        parallel = cases.open_gathered(
-            layer, "bf16", rank, ends, max_tokens=20, num_topk=3, hosts=["a", "a", "b", "b"] if way == "hosts" else None
-        )
+        hosts = {"exchange": "hosts", "hosts": ["a", "a", "b", "b"]} if way == "hosts" else {"exchange": "gathered"}
+        parallel = cases.open_parallel(layer, "bf16", rank, ends, max_tokens=20, num_topk=3, **hosts)
     tokens, routing = cases.part_of(layer, rank, token_ends)
     parallel.moe(tokens, routing)
     wrong = Routing(routing.topk_weights, routing.topk_ids + (100 if rank == 0 else 0), routing.num_experts)
