@@ -5,6 +5,7 @@ On a layer of gpt-oss-20b's sizes: 2880/2880, 32 experts, top-4, biases; the ker
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -48,7 +49,8 @@ class Int4Layer(Layer):
     def experts(self) -> ExpertWeights:
         """Experts without memory."""
         packed = super().experts
-        return replace(packed, gate_up=self.form.of(packed.gate_up), down=self.form.of(packed.down))
+        gate_up, down = (self.form.of(cast(QuantTensor, weight)) for weight in (packed.gate_up, packed.down))
+        return replace(packed, gate_up=gate_up, down=down)
 
 
 @dataclass(frozen=True)
