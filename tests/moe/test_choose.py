@@ -51,6 +51,14 @@ def test_both_sides_of_a_boundary(format, slots, want):
         assert choose_layer(experts(format), slots, 1) == want
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "int4"])
+@pytest.mark.parametrize("sizes", [(7168, 2048, 32), (2048, 6208, 32)])
+def test_tokens_too_wide_for_tiles_of_16_are_few_up_to_4_rows_an_expert(format, sizes):
+    with standing_for(HOPPER):
+        assert choose_layer(experts(format, sizes), 4 * 32, 1) == DECODE_MX
+        assert choose_layer(experts(format, sizes), 4 * 32 + 1, 1) == W4A16
+
+
 @pytest.mark.parametrize(
     ("format", "sizes", "activation", "want"),
     [

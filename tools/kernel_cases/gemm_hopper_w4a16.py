@@ -86,8 +86,8 @@ INT4_FORMS = {
 }  # fmt: skip
 INT4_CASES = (
     ("l1", 1, (HIDDEN, INTERMEDIATE)), ("l1", 16, (HIDDEN, INTERMEDIATE)), ("l2", 16, (HIDDEN, INTERMEDIATE)),
-    ("l1", 64, (HIDDEN, INTERMEDIATE)), ("l2", 64, (HIDDEN, INTERMEDIATE)), ("l1", 48, LARGE_SIZES),
-    ("l2", 48, LARGE_SIZES), ("many-l1", 256, (HIDDEN, INTERMEDIATE)), ("many-l1", 512, (HIDDEN, INTERMEDIATE)),
+    ("l1", 64, (HIDDEN, INTERMEDIATE)), ("l2", 64, (HIDDEN, INTERMEDIATE)), ("l1", 32, LARGE_SIZES),
+    ("l2", 32, LARGE_SIZES), ("many-l1", 256, (HIDDEN, INTERMEDIATE)), ("many-l1", 512, (HIDDEN, INTERMEDIATE)),
     ("many-l1", 4096, (HIDDEN, INTERMEDIATE)), ("many-l2", 4096, (HIDDEN, INTERMEDIATE)),
 )  # fmt: skip
 CASES = (
