@@ -161,7 +161,7 @@ def test_a_compiler_leaves_quantisation_alone(scheme):
     assert {torch.ops.envoi.quantize.default, torch.ops.envoi.dequantize.default} <= ops
     assert len(graphs) == 1
     q = quantize(x.t(), scheme)
-    arguments = q.values, q.sf, None, list(q.group), "rows", torch.float32
+    arguments = q.values, q.sf, None, list(q.group), "rows", torch.float32, None
     for op, given in ((torch.ops.envoi.quantize, (x.t(), scheme)), (torch.ops.envoi.dequantize, arguments)):
         torch.library.opcheck(op.default, given, test_utils="test_faketensor")  # the others multiply float8
 

@@ -126,7 +126,7 @@ def test_the_whole_demo(tmp_path):
     ("arguments", "message"),
     [
         (("--text", "nowhere.txt"), "--text: expected a file, there is none at nowhere.txt"),
-        (("--formats", "bf16,int4"), "--formats: expected one of 'bf16'"),
+        (("--formats", "bf16,int3"), "--formats: expected one of 'bf16'"),
         (("--bytes", "many"), "argument --bytes: invalid int value"),
         (("--ranks", "0"), "--ranks: expected an int of at least 1, got 0"),
     ],
