@@ -221,7 +221,8 @@ class ExpertWeights(_Printed):
         down_sf: torch.Tensor | None = None, gate_up_scale: torch.Tensor | None = None,
         down_scale: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
         gate_up_layout: str = "concat", gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None, requantize: bool = False,
+        down_bias: torch.Tensor | None = None, gate_up_zeros: torch.Tensor | None = None,
+        down_zeros: torch.Tensor | None = None, requantize: bool = False,
     ) -> "ExpertWeights":  # fmt: skip
         """Write new weights into this memory, packed as these are, and return self: captured graphs read them.
 
@@ -234,7 +235,8 @@ class ExpertWeights(_Printed):
         return type(self).refit(
             self, gate_up, down, gate_up_sf=gate_up_sf, down_sf=down_sf, gate_up_scale=gate_up_scale,
             down_scale=down_scale, weight_block_size=weight_block_size, gate_up_layout=gate_up_layout,
-            gate_up_bias=gate_up_bias, down_bias=down_bias, requantize=requantize,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_zeros=gate_up_zeros, down_zeros=down_zeros,
+            requantize=requantize,
         )  # fmt: skip
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "ExpertWeights":

@@ -128,6 +128,9 @@ def test_a_map_is_checked():
     ids = layer.routing.topk_ids.clone()
     ids[1, 0] = 8
     good = torch.arange(8, dtype=torch.int32)
+    deep = replace(layer.routing, topk_ids=ids[None], topk_weights=layer.routing.topk_weights[None])
+    with pytest.raises(ValueError, match="ids from 0 to 7, or -1 for a masked slot, got 8 at token 1, slot 0"):
+        envoi.moe(layer.tokens[None], deep, experts, expert_map=good)
     with pytest.raises(ValueError, match="ids from 0 to 7, or -1 for a masked slot, got 8 at token 1, slot 0"):
         envoi.moe(layer.tokens, replace(layer.routing, topk_ids=ids), experts, expert_map=good)
 

@@ -197,8 +197,7 @@ def here(routing: Routing, experts: ExpertWeights, expert_map: torch.Tensor) -> 
     ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS)
     expect_tensor("expert_map", expert_map, torch.int32, (routing.num_experts,), ids.device)
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        if ids.dim() == 2:
-            check_ids(ids, routing.num_experts)
+        check_ids(ids.flatten(0, -2), routing.num_experts)
         bad = expert_map[(expert_map < -1) | (expert_map >= experts.num_local_experts)]
         if len(bad):
             last = experts.num_local_experts - 1
