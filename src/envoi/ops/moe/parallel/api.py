@@ -298,7 +298,7 @@ class ExpertParallel:
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             raise ValueError("rows: expected a contiguous tensor at a multiple of 16 bytes, got another")
         if out is not None:
-            check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=out.device))
+            check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=self.experts.device))
         with self._lock, self._on_device():
             exchange = self._open_exchange()
             if isinstance(exchange, OnDevice):
