@@ -265,7 +265,7 @@ class Watch:
         began = time.monotonic()
         for queued in self._queued:
             try:
-                with self._guard(queued.step, number=queued.number + 1):
+                with self._guard(queued.step, number=queued.number + 1, began=began):
                     self._poll(partial(self._is_complete, queued), self._end(began))
                     if why := self.broken():
                         raise RuntimeError(why)
@@ -334,14 +334,17 @@ class Watch:
         return [int(rank) for rank in said.decode().split(",")]
 
     @contextmanager
-    def _guard(self, step: str, number: int = NOBODY, within_s: float | None = None) -> Iterator[float]:
+    def _guard(
+        self, step: str, number: int = NOBODY, within_s: float | None = None, began: float | None = None
+    ) -> Iterator[float]:
         """Let this group fail if what is within the context does; the context is the time at which it began.
 
-        Arguments as for `fail`. Raises an earlier failure at once.
+        began: this time, if the wait began before the context. Other arguments as for `fail`. Raises an earlier failure
+        at once.
         """
         if self.failure is not None:
             raise self.failure
-        began = time.monotonic()
+        began = time.monotonic() if began is None else began
         try:
             yield began
         except (RuntimeError, _AlarmError) as error:
