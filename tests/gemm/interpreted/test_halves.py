@@ -93,7 +93,7 @@ def sides(format: str, n: int) -> tuple[Matrix, Matrix]:
     return rows, cast_to(weights, schemes.weights)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "int4"])  # which is widened before them
 @pytest.mark.parametrize("n", mostly_slow([256, 768], quick=[768]))
 def test_every_format(format, n):
     rows, weights = sides(format, n)
