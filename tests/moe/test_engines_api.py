@@ -32,14 +32,14 @@ def drawn(seed: int) -> dict:
         "num_experts": draw.choice((1, 8, 40)), "top_k": draw.choice((1, 2, 8)),
         "bias": draw.random() < 0.3, "swiglu_limit": draw.choice((None, None, None, 7.0, 7.0, 0.0)),
         "swiglu_alpha": draw.choice((None, None, None, None, None, 1.5)),
-        "weight_block_size": draw.choice((None, None, (128, 128))),
+        "weight_block_size": draw.choice((None, None, None, None, (128, 128), (128, 128), (256, 128), (64, 64))),
     }  # fmt: skip
 
 
 def packed_on_meta(c: dict) -> ExpertWeights:
     """Pack weights without memory as a checkpoint of the format has them."""
     H, I, E, format = c["hidden"], c["intermediate"], c["num_experts"], FORMATS.get(c["format"])  # noqa: E741
-    block = c["weight_block_size"] if format is not None and format.name == "fp8_block128" else None
+    block = c["weight_block_size"]
     parts = 2 if has_gate(c["activation"]) else 1
     given = {"gate_up": [parts * I, H], "down": [H, I]}
     tensors = {}
@@ -48,14 +48,13 @@ def packed_on_meta(c: dict) -> ExpertWeights:
         if scheme is None or 0 in (rows, columns) or (block is None and scheme.name == "fp8_128x128"):
             tensors[name] = meta(E, rows, columns)  # to be quantised
             continue
-        side = scheme.group_for((rows, columns))
+        side = block or scheme.group_for((rows, columns))
         ranges = parts if name == "gate_up" and block else 1
         factors = ranges * -(-rows // ranges // side[0]), -(-columns // side[1])
         tensors[name] = meta(E, rows, columns // (2 if scheme.values == torch.uint8 else 1), dtype=scheme.values)
         tensors[f"{name}_sf"] = meta(E, *factors, dtype=scheme.sf)
     if c["bias"]:
         tensors |= {"gate_up_bias": meta(E, parts * I), "down_bias": meta(E, H)}
-    block = block if "down_sf" in tensors else None
     options = {name: c[name] for name in ("format", "activation", "swiglu_limit", "swiglu_alpha")}
     return packing.pack(**tensors, **options, weight_block_size=block)
 
@@ -89,6 +88,9 @@ def test_supports_names_the_argument():
     said = envoi.supports("fp8_block128", **sizes | {"intermediate": 96})
     assert said is not None and said.startswith("intermediate: expected a positive multiple of 128")
     assert envoi.supports("fp8_block128", **sizes | {"intermediate": 96}, weight_block_size=(128, 128)) is None
+    assert envoi.supports("fp8_block128", **sizes, weight_block_size=(256, 128)) is None
+    for format, block in (("fp8_row", (128, 128)), ("bf16", (128, 128)), ("fp8_row", "x")):
+        assert envoi.supports(format, **sizes, weight_block_size=block) is not None  # pyright: ignore[reportArgumentType]
     assert "num_experts: expected" in str(envoi.supports("bf16", **sizes | {"num_experts": 0}))
     assert "top_k: expected" in str(envoi.supports("bf16", **sizes | {"top_k": 0}))
     assert "arch: expected" in str(envoi.supports("bf16", **sizes, arch="gfx942"))

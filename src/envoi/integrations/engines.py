@@ -9,7 +9,7 @@ An engine that was refused keeps its own kernels: nothing has been changed by th
 """
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,13 @@ import torch
 
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
-from envoi.ops.moe.support import without_memory
+from envoi.ops.moe.support import as_stored, with_small_factors
 from envoi.ops.moe.warm_up import LayerCall, compile_calls, prepare
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.planned_kernels import load_at
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import ExpertWeights
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them
 ARCH = "sm_90"  # the one on which Envoi is measured against the engines' own kernels
@@ -78,19 +78,11 @@ def _why_not_here() -> str:
 
 def on_meta(layer: Layer, target: Target) -> ExpertWeights:
     """Return such a layer packed for a GPU, without memory, with factors as small as checkpoints have them."""
-    tensors = without_memory(
+    tensors = as_stored(
         format_named(layer.format), layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias
     )
     with standing_for(target):
-        packed = pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options)
-        small = {name: _with_small_factors(getattr(packed, name)) for name in ("gate_up", "down")}
-        return ExpertWeights.arrange(replace(packed, **small))
-
-
-def _with_small_factors(weight: Matrix) -> Matrix:
-    if isinstance(weight, QuantTensor) and weight.order == "rows" and weight.sf.dtype == torch.float8_e8m0fnu:
-        return replace(weight, scales_at_most_2=True)
-    return weight
+        return with_small_factors(pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options))
 
 
 _built: dict[tuple, str] = {}

@@ -90,7 +90,7 @@ def pack(
     _check_options(format, gate_up_layout, requantize, in_place)
     _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
-    gated, block = has_gate(activation), _block(weight_block_size)
+    gated, block = has_gate(activation), expect_block(weight_block_size)
     parts = 2 if gated and gate_up_layout == "concat" else 1
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, format)
     given = gate_up, (down := _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, format))
@@ -115,7 +115,7 @@ def _check_options(format: str, gate_up_layout: str, requantize: bool, in_place:
     expect_bool("in_place", in_place)
 
 
-def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:
+def expect_block(given: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return weight_block_size as a pair. Raises ValueError for anything but None or two positive ints."""
     if given is None:
         return None

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from envoi.check import expect_int
 from envoi.epilogues.activation import expect_activation
-from envoi.ops.moe.packing import BLOCKS, check_sizes, pack
+from envoi.ops.moe.packing import check_sizes, expect_block, pack
 from envoi.quant.formats import Format, Scheme, format_named
-from envoi.types import has_gate
+from envoi.runtime.program import without_memory
+from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
 
 NVIDIA = re.compile(r"sm_\d+a?")
 
@@ -36,11 +38,10 @@ def supports(
         expect_int("intermediate", intermediate, 1)
         if not isinstance(arch, str) or not NVIDIA.fullmatch(arch):
             raise ValueError(f"arch: expected one of NVIDIA's, such as 'sm_90', got {arch!r}")
-        found = format_named(format)
-        block = weight_block_size if found.weights == BLOCKS else None
+        found, block = format_named(format), expect_block(weight_block_size)
         if block is None:
             check_sizes(hidden, intermediate, found)
-        given = without_memory(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
+        given = as_stored(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
         pack(
             **given, format=format, activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha,
             weight_block_size=block,
@@ -50,7 +51,7 @@ def supports(
     return None
 
 
-def without_memory(
+def as_stored(
     format: Format, activation: str, hidden: int, intermediate: int, num_experts: int, bias: bool,
     block: tuple[int, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -65,7 +66,7 @@ def without_memory(
             found[f"{name}_sf"] = factors
     if bias:
         for name, rows in (("gate_up", parts * intermediate), ("down", hidden)):
-            found[f"{name}_bias"] = torch.empty(num_experts, rows, device="meta")
+            found[f"{name}_bias"] = without_memory((num_experts, rows), torch.float32)
     return found
 
 
@@ -75,9 +76,25 @@ def _stored(
     """Return a weight [E, ranges * rows, columns] and its factors, None for bf16: where a range of rows isn't of whole
     groups and no block is given, bf16 to be quantised."""
     if scheme is None or (block is None and rows % max(1, scheme.group[0])):
-        return torch.empty(num_experts, ranges * rows, columns, dtype=torch.bfloat16, device="meta"), None
-    side = scheme.group_for((rows, columns))
+        return without_memory((num_experts, ranges * rows, columns), torch.bfloat16), None
+    side = block or scheme.group_for((rows, columns))
     packed = 2 if scheme.values == torch.uint8 else 1
-    values = torch.empty(num_experts, ranges * rows, columns // packed, dtype=scheme.values, device="meta")
     groups = num_experts, ranges * -(-rows // side[0]), -(-columns // side[1])
-    return values, torch.empty(groups, dtype=scheme.sf, device="meta")
+    return (
+        without_memory((num_experts, ranges * rows, columns // packed), scheme.values),
+        without_memory(groups, scheme.sf),
+    )
+
+
+def with_small_factors(experts: ExpertWeights) -> ExpertWeights:
+    """Return packed experts on meta as those of a checkpoint are, whose MX scale factors are at most 2.
+
+    Values on meta can't be looked at, and the order of weights depends on it (`QuantTensor.scales_at_most_2`).
+    """
+
+    def promised(x: Matrix) -> Matrix:
+        if isinstance(x, QuantTensor) and x.sf.dtype == torch.float8_e8m0fnu:
+            return replace(x, scales_at_most_2=True)
+        return x
+
+    return ExpertWeights.arrange(replace(experts, gate_up=promised(experts.gate_up), down=promised(experts.down)))

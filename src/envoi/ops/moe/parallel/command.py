@@ -3,7 +3,6 @@
 import argparse
 import time
 from collections import Counter
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.support import with_small_factors
 from envoi.ops.moe.warm_up import ROUTED, LayerCall, compile_calls
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import Target, standing_for
@@ -26,7 +26,7 @@ from envoi.runtime.kernel_case import EVERY_ARCH
 from envoi.runtime.planned_kernels import Call
 from envoi.runtime.program import without_memory
 from envoi.runtime.workers import num_cpus
-from envoi.types import ExpertWeights, Matrix, Routing, has_gate
+from envoi.types import ExpertWeights, Routing, has_gate
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,14 +82,9 @@ def experts_without_memory(
     shapes = (num_experts, rows, hidden), (num_experts, hidden, intermediate)
     gate_up_bias, down_bias = (without_memory(shape[:2], torch.float32) if bias else None for shape in shapes)
     gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)
-    experts = pack(gate_up, down, format, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias)
-
-    def promised(x: Matrix) -> Matrix:
-        if isinstance(x, torch.Tensor) or x.sf.dtype != torch.float8_e8m0fnu:
-            return x
-        return replace(x, scales_at_most_2=True)
-
-    return ExpertWeights.arrange(replace(experts, gate_up=promised(experts.gate_up), down=promised(experts.down)))
+    return with_small_factors(
+        pack(gate_up, down, format, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    )
 
 
 def calls_of(
