@@ -37,13 +37,15 @@ def install() -> None:
     Raises MovedError, with nothing changed, if this vLLM isn't a known one.
     """
     names = found_names(ALL)
+    changes = []
     for oracle, used in SELECTORS.items():
         old = names[used.name]
         enum, member = BACKENDS[oracle]
         new = choosing(oracle, old, getattr(names[enum], member), names)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("vllm.") and vars(module).get(used.name) is old:
-                setattr(module, used.name, new)
+        loaded = (module for key, module in list(sys.modules.items()) if key.startswith("vllm."))
+        changes += [(module, used.name, new) for module in loaded if getattr(module, used.name, None) is old]
+    for change in changes:
+        setattr(*change)
 
 
 def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any]) -> Callable:
