@@ -63,6 +63,7 @@ OLD = [
 ]
 WRONG = [
     ({"exchange": "x"}, "exchange: expected one of 'auto', 'rows', "),
+    ({"exchange": ["rows"]}, "exchange: expected one of 'auto', 'rows', "),
     ({"exchange": "gathered"}, "exchange: expected max_tokens and num_topk with 'gathered', got None"),
     ({"exchange": "hosts"} | NAMED, "hosts: expected max_tokens and num_topk with them, got None"),
     (GATHERED | NAMED, 'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange \'gathered\''),

@@ -87,7 +87,7 @@ def check_options(
         raise ValueError(f"presum: expected True, False or None, got {presum!r}")
     if fused is not None and fused is not False:
         raise ValueError(f"fused: expected None or False, got {fused!r}; {NO_FUSED}")
-    if exchange not in EXCHANGES:
+    if not isinstance(exchange, str) or exchange not in EXCHANGES:
         raise ValueError(f"exchange: expected one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
     if presum is not None and exchange != "auto":
         raise ValueError(f"presum: expected None with exchange {exchange!r}, which says it, got {presum}")
