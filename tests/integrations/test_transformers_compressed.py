@@ -51,20 +51,20 @@ def test_they_are_widened_if_asked_for(tmp_path):
     assert logits(other, tokens()).isfinite().all()
 
 
-@pytest.mark.parametrize("implementation", ["envoi", "envoi_nvfp4"])
-def test_nvfp4_whose_scales_transformers_leaves_out_is_refused(implementation, tmp_path):
-    folder = compressed_nvfp4("qwen3_moe", tmp_path)
-    with pytest.raises(ValueError, match=r"weight_global_scale: expected experts without a scale .*from_checkpoint"):
-        load(folder, implementation)
-    assert from_checkpoint(folder, 0).format == "nvfp4"
-
-
-@pytest.mark.parametrize("implementation", ["envoi", "envoi_int4"])
-def test_int4_is_refused_with_what_loads_it(implementation, tmp_path):
-    folder = compressed_int4("qwen3_moe", tmp_path)
-    with pytest.raises(ValueError, match=r"weight_packed: expected experts that transformers keeps .*from_checkpoint"):
-        load(folder, implementation)
-    assert from_checkpoint(folder, 0).format == "int4"
+@pytest.mark.parametrize(
+    ("format", "compressed", "refusal"),
+    [
+        ("nvfp4", compressed_nvfp4, "weight_global_scale: expected experts without a scale"),
+        ("int4", compressed_int4, "weight_packed: expected experts that transformers keeps"),
+    ],
+    ids=["nvfp4", "int4"],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_what_transformers_does_not_keep_is_refused_with_what_loads_it(format, compressed, refusal, own, tmp_path):
+    folder = compressed("qwen3_moe", tmp_path)
+    with pytest.raises(ValueError, match=f"{refusal} .*from_checkpoint"):
+        load(folder, f"envoi_{format}" if own else "envoi")
+    assert from_checkpoint(folder, 0).format == format
 
 
 ATTENTION = ("tensor", ["re:.*self_attn.*"])
