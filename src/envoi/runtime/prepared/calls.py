@@ -30,7 +30,7 @@ from envoi.runtime.custom_op import watched
 from envoi.runtime.devices import limited
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.forms import Forms
-from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of, run_first
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
@@ -134,33 +134,28 @@ class Calls:
             return found.run(addresses, stream, given)
         if found is not None:
             return copied(as_always(), given)
-        return self._run_first(key, constants, tensors, as_always, call, given)
+        planned = self._prepared(tensors, max(addresses), call)
+        if isinstance(planned, Prepared):
+            self._keep(key, planned)
+            self.forms.add(constants, tensors, planned)
+            return planned.run(addresses, stream, given)
+        result = copied(as_always(), given)
+        if not _is_given_twice(tensors):
+            self._keep(key, planned)
+        return result
 
-    def _run_first(
-        self, key: Any, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any],
-        call: Plannable, given: Given,
-    ) -> Any:  # fmt: skip
+    @staticmethod
+    def _prepared(tensors: Sequence[torch.Tensor | None], address: int, call: Plannable) -> Prepared | str:
+        """Plan a call and load its kernels; return why that can't be. address: as `Prepared` takes it."""
         driver: Any = driver_module.active()
         function, arguments, named, owner = call
         try:
             planned = program.plan(function, arguments, named, tensors, driver.target(), owner)
-            refusal = planned.refusal
-        except Exception as error:  # wrong arguments, or a value that the host reads
-            planned, refusal = None, f"{type(error).__name__}: {error}"
-        if planned is not None and not refusal:
-            try:
-                result, found = run_first(planned, tensors, driver, given)
-            except program.RefusedError as error:
-                refusal = str(error)
-            else:
-                self._keep(key, found)
-                if isinstance(found, Prepared):
-                    self.forms.add(constants, tensors, found)
-                return result
-        result = copied(as_always(), given)
-        if not _is_given_twice(tensors):
-            self._keep(key, refusal)
-        return result
+            return planned.refusal or Prepared(planned, driver, address)
+        except program.RefusedError as error:
+            return str(error)
+        except Exception as error:  # wrong arguments, a value that the host reads, or another Triton
+            return f"{type(error).__name__}: {error}"
 
     def _keep(self, key: Any, found: Prepared | str) -> None:
         """Keep what is known of a key. If there are too many, forget the oldest that weren't used since they were last
