@@ -25,7 +25,7 @@ from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config, fitted
 from envoi.runtime import launch, program, shortcuts, workspace
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared import calls, driver, exactly, forms, replay
+from envoi.runtime.prepared import calls, driver, exactly, replay
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import gemm_cases, moe_cases, normal, route_cases
@@ -648,7 +648,7 @@ def test_calls_are_found_by_torchs_guards(hopper, monkeypatch):
 
 
 def test_calls_are_found_by_key_where_torch_has_no_guards(hopper, monkeypatch):
-    monkeypatch.setattr(forms, "_guards", None)
+    monkeypatch.setattr(calls, "_guards", None)
     prepare()
     assert replays(hopper, envoi.gemm, *sides(seed=3))
     assert not replays(hopper, envoi.gemm, *sides(M=63))
@@ -656,7 +656,7 @@ def test_calls_are_found_by_key_where_torch_has_no_guards(hopper, monkeypatch):
 
 
 def test_a_tensor_in_place_of_none_is_another_form():
-    made = forms.Forms(8)
+    made = calls.Forms(8)
     x, y, call = torch.zeros(2, 3), torch.zeros(4), SimpleNamespace()
     made.add(("f",), (x, None, y), call)
     here = -1
@@ -673,12 +673,12 @@ def test_a_tensor_in_place_of_none_is_another_form():
 
 
 def test_forms_are_bounded():
-    made, call = forms.Forms(8), SimpleNamespace()
+    made, call = calls.Forms(8), SimpleNamespace()
     for size in range(1, 30):
         for columns in range(1, 9):  # as many variants of a form
             made.add(("f",), (torch.zeros(size), torch.zeros(columns)), call)
         assert len(made.known) <= 8
-        assert all(len(variants) <= forms.MOST_VARIANTS for variants in made.known.values())
+        assert all(len(variants) <= calls.MOST_VARIANTS for variants in made.known.values())
 
 
 RECORD = """
@@ -686,10 +686,10 @@ import sys
 import torch
 from envoi.runtime import program
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared import forms
+from envoi.runtime.prepared import calls
 
 program.plan(lambda: torch.empty(3, device="meta").view(3).contiguous(), (), {}, [], Target("sm_90"))
-forms.Forms(8).add(("f",), (torch.zeros(3),), None)
+calls.Forms(8).add(("f",), (torch.zeros(3),), None)
 print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))))
 """
 
