@@ -18,12 +18,12 @@ from bench.shapes import Case
 from bench.suites import measure, repeat_of
 from bench.summary import means, of_roof
 from bench.theirs import Theirs, beside
+from bench.timing import Clock, Timing, symmetric_barrier
 from bench.trial import Bench, Compiler, Trial
 from envoi import env
 from envoi.info import version_of
 from envoi.progress import Progress
 from envoi.table import align, number, ratio
-from envoi.tune.timing import Clock, Timing, symmetric_barrier
 
 
 @dataclass(frozen=True)

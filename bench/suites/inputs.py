@@ -10,8 +10,7 @@ from envoi.ops.gemm import reference
 from envoi.ops.moe.reference import take_rows
 from envoi.quant import dequantize
 from envoi.quant.pack import deinterleave_gate_up
-from envoi.tune.inputs import Inputs, in_format, relative_error
-from envoi.tune.shapes import GemmShape, GroupedShape
+from envoi.tune.problems import GemmShape, GroupedShape, Inputs, in_format, relative_error
 from envoi.types import Matrix
 
 

@@ -1,13 +1,42 @@
-"""Kernels of Envoi at practical sizes, by name: what tests count and `tools.machine_code` compiles."""
+"""Kernels of Envoi at practical sizes, by name: what tests count and `tools.machine_code` compiles.
 
+The arguments come from the operator's host path, with tensors that have no memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
-from envoi.runtime.kernel_case import KernelCase
+import torch
 
+from envoi.runtime import triton_compat
+from envoi.runtime.devices import EVERY_ARCH
+from envoi.runtime.program import Launch
+
+HOPPER, BLACKWELL = EVERY_ARCH[:1], EVERY_ARCH[1:]
+NUM_SMS = 132  # of an H100 or H200
+
+Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 OPERATORS = (
     "gemm_hopper", "moe_decode", "gemm_hopper_mx", "gemm_hopper_w4a16", "gemm_hopper_w4a8", "gemm_blackwell",
     "gemm_triton", "moe", "moe_parallel", "router", "indexer",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """Launch under a name. about: a line for lists. arches: what the kernel is written for, such as "sm_90"."""
+
+    name: str
+    about: str
+    arches: tuple[str, ...]
+    launch: Callable[[], Launch]
+
+
+def kernel_key(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return a key that launches on Hopper share if they run one compiled kernel."""
+    return repr((triton_compat.specialize(kernel, arguments, *HOPPER), options))
 
 
 def kernel_cases() -> dict[str, KernelCase]:

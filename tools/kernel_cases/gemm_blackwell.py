@@ -15,8 +15,8 @@ from envoi.ops.gemm.blackwell.config import BlackwellConfig
 from envoi.ops.gemm.blackwell.kernel import gemm_kernel
 from envoi.ops.gemm.hopper.host import Call
 from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import BLACKWELL, KernelCase
 from envoi.runtime.program import Launch, without_memory
+from tools.kernel_cases import BLACKWELL, KernelCase
 from tools.kernel_cases.operands import operands_of
 
 NUM_SMS = 148

@@ -18,11 +18,11 @@ import torch
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.support import as_stored, with_small_factors
-from envoi.ops.moe.warm_up import LayerCall, compile_calls, prepare
+from envoi.ops.moe.warm_up import LayerCall, prepare
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.planned_kernels import load_at
+from envoi.runtime.planned_kernels import compile_calls, load_at
 from envoi.types import ExpertWeights
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them

@@ -11,6 +11,7 @@ from envoi import env
 from envoi.check import expect_int
 from envoi.runtime.scoped import scoped
 
+EVERY_ARCH = "sm_90", "sm_100", "sm_103"  # that Envoi has kernels of its own for
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
 SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
 

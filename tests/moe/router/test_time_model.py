@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.shapes import RouterShape
 from envoi.ops.moe.router.time_model import COSTS
-from envoi.runtime.kernel_case import NUM_SMS
+from tools.kernel_cases import NUM_SMS
 from tools.time_models import router as program
 from tools.time_models.fit import mean_regret, regret
 
