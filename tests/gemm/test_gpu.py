@@ -43,10 +43,9 @@ from envoi.epilogues.library import (
     swiglu_residual,
 )
 from envoi.ops.gemm import gemm, grouped_gemm
-from envoi.ops.gemm.by_torch import spread_columns
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, fitted, why_not
-from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert, spread_columns
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.runtime import prepared

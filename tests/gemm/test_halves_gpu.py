@@ -6,12 +6,11 @@ import torch
 from envoi.epilogues import Col, HalfCol, HalfTile, Row, epilogue, halves, pairs, quantize, row_absmax, silu
 from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.ops.gemm.backend import run_kernels
-from envoi.ops.gemm.by_torch import spread_columns
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.gemm.hopper.config import Config
-from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert, spread_columns
 from envoi.quant import quantize as cast_to
 from envoi.quant.pack import interleave_gate_up
 from envoi.runtime.devices import num_sms
