@@ -156,9 +156,9 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_estimate(args: argparse.Namespace) -> int:
-    from envoi.estimates import command
+    from envoi.estimates import report
 
-    return command.run(args)
+    return report.run(args)
 
 
 def _layer_arguments(parser: argparse.ArgumentParser) -> None:
