@@ -1,4 +1,4 @@
-"""Times of the Hopper router's tilings, to which `ops.moe.router.time_model.Costs` are held and can be fitted."""
+"""Times of the Hopper router's tilings, to which `ops.moe.router.choose_tiling.Costs` are held and can be fitted."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,9 @@ from bench.suites import cases
 from bench.suites import router as suite
 from bench.timing import Clock, Run
 from envoi.ops.moe.router import host, kernel_hopper
-from envoi.ops.moe.router.choose_tiling import candidates, tiled_rows
+from envoi.ops.moe.router.choose_tiling import COSTS, Costs, candidates, predicted_cycles, tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
-from envoi.ops.moe.router.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.devices import Target, num_sms
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.launch import launch

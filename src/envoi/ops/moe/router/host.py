@@ -7,8 +7,7 @@ import torch
 
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
-from envoi.ops.moe.router.rules import Rule
-from envoi.ops.moe.router.spec import Spec
+from envoi.ops.moe.router.spec import Rule, Spec
 from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
