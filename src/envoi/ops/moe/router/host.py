@@ -178,7 +178,8 @@ def _hopper_arguments(
     if tiling.polls_sums:
         sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
     elif tiling.parts > 1:
-        sums = workspace.floats(tiling.num_sets * row_blocks * tiling.tile * tiling.columns, device)
+        num_sums = tiling.num_sets * row_blocks * tiling.tile * tiling.columns
+        sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     counts, offsets = outputs["counts"] or (None, None)
     counter = None if counts is None else counted
     arguments = (
