@@ -15,7 +15,7 @@ from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, Problem
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import devices
-from envoi.runtime.gpu_rates import H200
+from envoi.runtime.devices import H200
 from envoi.runtime.planned_kernels import compile_by_workers
 from envoi.tune import problems
 from envoi.tune.command import measure_shape

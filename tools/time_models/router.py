@@ -17,8 +17,7 @@ from envoi.ops.moe.router import host, kernel_hopper
 from envoi.ops.moe.router.choose_tiling import COSTS, Costs, candidates, predicted_cycles, tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
-from envoi.runtime.devices import Target, num_sms
-from envoi.runtime.gpu_rates import H200
+from envoi.runtime.devices import H200, Target, num_sms
 from envoi.runtime.launch import launch
 from envoi.runtime.planned_kernels import compile_by_workers
 from envoi.runtime.program import Launch, without_memory

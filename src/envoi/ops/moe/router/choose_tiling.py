@@ -11,7 +11,7 @@ from functools import cache
 
 from envoi.ops.moe.router.spec import Spec, block_sum
 from envoi.ops.moe.router.tiling import FEW_SIGNALS, MAX_SIGNALS, MAX_WIDTH, TILE, Cut, RouterTiling, make, two_widths
-from envoi.runtime.gpu_rates import H200
+from envoi.runtime.devices import H200
 from envoi.runtime.math import next_power_of_2
 
 SAME_BELOW = 64  # up to so many tokens use the tiling of the next power of two
