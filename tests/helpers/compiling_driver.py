@@ -12,6 +12,7 @@ from envoi.runtime import devices, triton_compat
 from envoi.runtime.devices import Target
 from envoi.runtime.launch import kind_of
 from tests.helpers.fake_driver import FakeDriver
+from tools.kernel_cases import driver_for
 
 BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 
@@ -52,6 +53,14 @@ class CompilingDriver(FakeDriver):
     def moved_map(self, tensor_map: bytes, address: int) -> bytes:
         """Return the map with another address."""
         return struct.pack("Q", address) + tensor_map[8:]
+
+
+def compile_like_a_launch(kernel: Any, arguments: tuple, options: dict) -> Any:
+    """Compile the kernel that a launch on Hopper would, as Triton does it; no GPU needed."""
+    triton_compat.own(kernel)
+    with driver_for("sm_90"):
+        launched = kernel.warmup(*arguments, grid=(1,), **triton_compat.FP_FUSION, **options)
+        return triton_compat.compiled_kernel(launched)
 
 
 def compiled(kernel: Any, arguments: tuple, options: dict) -> Any:

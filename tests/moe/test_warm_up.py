@@ -27,11 +27,12 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
-from envoi.runtime import devices, launch, planned_kernels, triton_compat, workers
+from envoi.runtime import devices, launch, planned_kernels, workers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.planned_kernels import find, launches_of
 from envoi.types import Routing
 from envoi.warming import RouterCall
+from tests.helpers.compiling_driver import compile_like_a_launch
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import reglu
@@ -234,10 +235,10 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, how):
     )
     for num_tokens in random.Random(how).sample(range(1, 151), 12):
         for kernel, _, arguments, options in launches_of(calls[0], num_tokens, HOPPER):
-            triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+            compile_like_a_launch(kernel, arguments, options)
     assert events and all(hit for _, hit in events), events
     kernel, _, arguments, options = launches_of(replace(calls[0], num_topk=num_topk), 5, HOPPER)[-1]
-    triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+    compile_like_a_launch(kernel, arguments, options)
     assert events[-1] == ("combine_kernel", False)  # the test would see it
 
 

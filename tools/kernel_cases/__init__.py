@@ -3,12 +3,15 @@
 The arguments come from the operator's host path, with tensors that have no memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import EVERY_ARCH
@@ -37,6 +40,25 @@ class KernelCase:
 def kernel_key(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Return a key that launches on Hopper share if they run one compiled kernel."""
     return repr((triton_compat.specialize(kernel, arguments, *HOPPER), options))
+
+
+@contextmanager
+def driver_for(arch: str) -> Iterator[None]:
+    """Make the driver report `arch` as its GPU inside the context: 3.7's descriptors of FP4 in padded bytes need it."""
+    found, driver._active = driver._active, _CompileOnlyDriver(triton_compat.target_of(arch))  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        driver._active = found
+
+
+class _CompileOnlyDriver:
+    """Stand-in for Triton's driver that reports its target and can't run anything; enough to compile."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: f"sm_{target.arch}"  # a device of its own among those of a JITFunction
+        self.get_current_stream = lambda device: 0
 
 
 def kernel_cases() -> dict[str, KernelCase]:

@@ -69,14 +69,12 @@ def _digest(kernel: Any, arguments: tuple, options: dict[str, Any], target: Targ
 def compile_at(calls: Sequence[Call], target: Target, for_launch: bool, site: Site) -> str:
     """Compile the kernel of a site into Triton's disk cache; return the error, "" if there was none.
 
-    for_launch: also what Triton needs to launch it, on a machine with a GPU. For a process of its own: Triton's driver
-    stands for another GPU meanwhile.
+    for_launch: also what Triton needs to launch it, on a machine with a GPU.
     """
     from envoi.runtime import triton_compat
 
     try:
-        kernel, _, arguments, options = launches_of(calls[site.call], site.num_tokens, target)[site.launch]
-        made = triton_compat.compile_like_a_launch(kernel, arguments, target.arch, options)
+        made = compile_here(calls, target, site)
         if for_launch:
             with suppress(Exception):  # the first launch builds it then, or says why not
                 triton_compat.build_launcher(made)
@@ -85,12 +83,12 @@ def compile_at(calls: Sequence[Call], target: Target, for_launch: bool, site: Si
     return ""
 
 
-def compile_here(calls: Sequence[Call], target: Target, site: Site) -> None:
-    """Compile the kernel of a site into Triton's disk cache, in a process that also does other things."""
+def compile_here(calls: Sequence[Call], target: Target, site: Site) -> Any:
+    """Compile the kernel of a site into Triton's disk cache, and return it; raise the compiler's error."""
     from envoi.runtime import triton_compat
 
     kernel, _, arguments, options = launches_of(calls[site.call], site.num_tokens, target)[site.launch]
-    triton_compat.compile_without_driver(kernel, arguments, target.arch, options)
+    return triton_compat.compile_without_driver(kernel, arguments, target.arch, options)
 
 
 def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
