@@ -27,7 +27,7 @@ from envoi.runtime import launch as launcher
 from envoi.runtime import program, workspace
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, MAP_BYTES, Attribute, LaunchConfig, attributes_of
 from envoi.runtime.program import ALIGNMENT, FIXED, INPUT, KEPT, NOWHERE, OUTPUT, SCRATCH, Place, Program, RefusedError
-from envoi.runtime.shortcuts import rebase
+from envoi.runtime.tma import rebase
 
 WORD = 8
 CONFIG_WORDS = -(-ctypes.sizeof(LaunchConfig) // WORD)
