@@ -46,9 +46,9 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
     launch(kernel, grid, arguments, {**options, "launch_pdl": True})
 
 
-@log.launches
 def run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """Launch now, whether a call is planned or not."""
+    log.launch(kernel, grid, arguments, options)
     compiled = None
     if shortcuts.ENABLED and isinstance(kernel, JITFunction):
         compiled = load(kernel, grid, arguments, options)

@@ -17,7 +17,6 @@ RUNS = {
 }  # fmt: skip
 
 
-@log.choices
 def run_kernels(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping = ALL_ROWS, kernels: str = "",
@@ -28,6 +27,7 @@ def run_kernels(
     """
     kind = implementation(a.device)
     if kind == "torch" or (on_gpu(a.device) and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
+        log.gemm_by_torch(a, b)
         return None
     if isinstance(b, QuantTensor) and b.order != "rows" and offsets is None:
         raise ValueError("weights: expected them by rows for a GEMM without offsets, got them in fragment order")
