@@ -235,7 +235,7 @@ def programs() -> dict[str, Callable[[], bool]]:
 
 @contextmanager
 def noting() -> Iterator[dict[str, Any]]:
-    """Note the kernels that launches within the context load: module and name, and the hash of the PTX -> the kernel."""
+    """Note the kernels that launches within the context load: module and name, and the PTX's hash -> the kernel."""
     original, found = JITFunction.run, dict[str, Any]()
 
     def run(self, *arguments, **named):
