@@ -14,7 +14,7 @@ import torch
 
 import envoi
 import envoi.integrations.vllm as integration
-from envoi.integrations import engines, names
+from envoi.integrations import engines, lines, names
 from envoi.integrations.vllm import experts, select
 from envoi.integrations.vllm.used import ALL, EXPERTS, SELECTORS
 from tests.helpers import fresh
@@ -44,7 +44,7 @@ def vllm(request, monkeypatch):
     monkeypatch.setattr(integration, "_done", False)
     monkeypatch.setattr(engines, "_why_not_here", lambda: "")
     monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(select, "_said", set())
+    monkeypatch.setattr(lines, "_said", set())
     experts.experts_class.cache_clear()
     yield found
     experts.experts_class.cache_clear()
