@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -348,7 +349,7 @@ def test_batch_invariance_is_handed_on(sglang, monkeypatch):
     assert asked == [True]
 
 
-OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+OSS: dict[str, Any] = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
 
 
 def mxfp4_layer(seed: int = 0):

@@ -74,8 +74,7 @@ def _mxfp4() -> Any:
 def _core_of(method: Any) -> Any:
     """Return the core of a method's runner if it is Envoi's, else None."""
     runner = getattr(method, "runner", None)
-    is_ours = runner is not None and runner.runner_backend.value == NAME
-    return runner.runner_core if is_ours else None
+    return None if runner is None or runner.runner_backend.value != NAME else runner.runner_core
 
 
 def _takes(names: Mapping[str, Any], named: Any, config: Any, lora_enabled: bool) -> bool:
