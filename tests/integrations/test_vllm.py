@@ -16,7 +16,7 @@ import envoi
 import envoi.integrations.vllm as integration
 from envoi.integrations import engines, lines, names
 from envoi.integrations.vllm import experts, select
-from envoi.integrations.vllm.used import ALL, EXPERTS, SELECTORS
+from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
 from tests.integrations.stand_ins import OWN, RECORD, function, modules
@@ -81,7 +81,7 @@ def test_supported_releases_have_all_names(release):
 
 def test_the_record_is_of_the_supported_releases():
     assert set(RECORD) == {f"{engine} {release}" for engine, releases in RELEASES.items() for release in releases}
-    assert all(set(RECORD[release]) == {str(used) for used in ALL} for release in VLLM)
+    assert all(set(RECORD[release]) == {str(used) for used in (*ALL, *ROUTE)} for release in VLLM)
 
 
 def test_stand_ins_have_what_releases_have(vllm):
