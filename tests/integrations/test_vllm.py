@@ -162,6 +162,17 @@ def test_envoi_is_chosen(vllm, format, caplog):
     ]
 
 
+def test_deepseek_v4s_experts_are_chosen(vllm, caplog):
+    caplog.set_level(logging.INFO)
+    integration.register()
+    v4 = config(vllm, swiglu_limit=10.0)
+    backend, chosen = selector(vllm, "mxfp4 of DeepSeek-V4")(v4)
+    assert backend.name == "XPU" and chosen.format == "mxfp4"
+    assert experts.layer_of(v4, "mxfp4", v4.activation).limit == 10.0
+    assert "Envoi runs the MoE layers in mxfp4" in caplog.text
+    assert selector(vllm, "mxfp4 of DeepSeek-V4")(config(vllm, moe_backend="marlin")) == OWN
+
+
 REFUSED = {
     "--moe-backend triton names them": {"moe_backend": "triton"},
     "LoRA is on": {"is_lora_enabled": True},

@@ -30,7 +30,7 @@ class Pluggable:
         return object.__new__(cls.replaced.get(cls.__name__, cls))
 
     @classmethod
-    def register_oot(cls, _decorated_layer_cls=None, name=None):
+    def register_oot(cls, _decorated_layer_cls: Any = None, name: Any = None):
         cls.replaced[name] = _decorated_layer_cls
 
 

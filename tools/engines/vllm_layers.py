@@ -184,6 +184,13 @@ def oss_method(moe_config: Any) -> Any:
     return GptOssMxfp4MoEMethod(moe_config)
 
 
+def v4_method(moe_config: Any) -> Any:
+    """Return vLLM's method for MXFP4 experts of DeepSeek-V4 and others but gpt-oss."""
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    return Mxfp4MoEMethod(moe_config)
+
+
 def plain_method(moe_config: Any) -> Any:
     """Return vLLM's method for weights that aren't quantised."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -202,6 +209,7 @@ CASES: dict[str, tuple[str, Callable, dict[str, Any]]] = {
     "fp8 a row": ("fp8_row", channel_method, {}),
     "mxfp8": ("mxfp8", lambda c: modelopt_method(c, "mxfp8"), {}),
     "mxfp4 of gpt-oss": ("mxfp4", oss_method, OSS),
+    "mxfp4 of DeepSeek-V4": ("mxfp4", v4_method, {"swiglu_limit": 10.0}),
     "nvfp4, W4A16": ("nvfp4", lambda c: modelopt_method(c, "W4A16_NVFP4"), {}),
     "nvfp4, W4A4": ("nvfp4", lambda c: modelopt_method(c, "NVFP4"), {}),
 }

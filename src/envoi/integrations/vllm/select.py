@@ -23,10 +23,13 @@ logger = logging.getLogger("vllm.envoi")
 BACKENDS = {
     "unquantized": ("UnquantizedMoeBackend", "TRITON"), "fp8": ("Fp8MoeBackend", "TRITON"),
     "mxfp8": ("Fp8MoeBackend", "TRITON_MXFP8"), "mxfp4": ("Mxfp4MoeBackend", "XPU"),
-    "nvfp4": ("NvFp4MoeBackend", "EMULATION"),
+    "mxfp4 of DeepSeek-V4": ("Mxfp4MoeBackend", "XPU"), "nvfp4": ("NvFp4MoeBackend", "EMULATION"),
 }  # fmt: skip
 # Keys of weights and activations that functions without such parameters stand for.
-KEYS = {"unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None)}
+KEYS = {
+    "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
+    "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
+}  # fmt: skip
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
 

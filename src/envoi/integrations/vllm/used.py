@@ -37,6 +37,7 @@ SELECTORS = {
     ),
     "mxfp8": Used(f"{MOE}.oracle.mxfp8", "select_mxfp8_moe_backend", takes=("config",)),
     "mxfp4": Used(f"{MOE}.oracle.mxfp4", "select_mxfp4_moe_backend", takes=("config", "activation_key")),
+    "mxfp4 of DeepSeek-V4": Used(f"{MOE}.oracle.mxfp4", "select_deepseek_v4_mxfp4_moe_backend", takes=("config",)),
     "nvfp4": Used(
         f"{MOE}.oracle.nvfp4", "select_nvfp4_moe_backend", takes=("config", "weight_key", "activation_key")
     ),
