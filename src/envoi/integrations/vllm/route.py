@@ -88,7 +88,7 @@ def rule_of(router: Any, names: Mapping[str, Any]) -> Any:
     """Return the Rule of a router of vLLM, None for one that no Rule describes."""
     from envoi.router import Rule
 
-    score = SCORES.get(getattr(router, "scoring_func", None))
+    score = SCORES.get(str(getattr(router, "scoring_func", None)))
     plain = all(getattr(router, name, usual) == usual for name, usual in PLAIN.items())
     if score is None or not plain:
         return None
