@@ -140,9 +140,8 @@ def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
     keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
     level = level_of(n)
     size: tl.constexpr = tokens.shape[0]
-    HALVES: tl.constexpr = groups.dtype.element_ty == tl.int16
     for i in tl.static_range(TOP_LEVEL + 1):
-        if (size >> i) > 0 and (i > 0 or HALVES):
+        if (size >> i) > 0 and i >= least_level(groups):
             if level == i:
                 best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
                 at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
