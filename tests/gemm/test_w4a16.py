@@ -134,7 +134,7 @@ def test_what_the_kernels_for_few_tokens_take():
     assert decode_mx_pays(layer(), 8 * 20, 1) and not decode_mx_pays(layer(), 8 * 20 + 1, 1)
     assert why_not_decode_mx(layer(), few.MAX_TOPK + 1) == "too many experts"
     assert why_not_decode_mx(layer(MAX_EXPERTS + 1, hidden=64, intermediate=64), 1) == "too many experts"
-    assert why_not_decode_mx(layer(1, hidden=14336, intermediate=64), 1) == "tokens too wide for shared memory"
+    assert why_not_decode_mx(layer(1, hidden=16384, intermediate=64), 1) == "tokens too wide for shared memory"
     by_rows = replace(layer(), down=replace(layer().down, order="rows"))
     assert why_not_decode_mx(by_rows, 1) == "the weights' order"
 

@@ -158,10 +158,11 @@ def decode_mx_layer(experts: ExpertWeights) -> few.Layer:
 
 def decode_mx_pays(experts: ExpertWeights, num_tokens: int, num_topk: int) -> bool:
     """Return True if the kernels for few tokens on MXFP4 or INT4 weights should be faster than those for many."""
+    slots, num_experts = num_tokens * num_topk, experts.num_local_experts
     rows = DECODE_MX_ROWS[experts.order]
-    if experts.order != FP8_ORDER and max(experts.hidden, experts.intermediate) > 64 * few_config.MANY_STEPS:
+    if few.configs_of(decode_mx_layer(experts), slots)[0].tile_tokens < 16 and experts.order != FP8_ORDER:
         rows = few_config.WIDE_FROM  # tiles have 8 tokens, for each of which all weights are read
-    return num_tokens * num_topk <= rows * experts.num_local_experts
+    return slots <= rows * num_experts
 
 
 def why_not_decode(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:

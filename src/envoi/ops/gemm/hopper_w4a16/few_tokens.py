@@ -21,7 +21,7 @@ E4M3_MAX = gl.constexpr(448.0)
 def copy_slabs(values, slabs, tile, cfg: gl.constexpr, BYTES: gl.constexpr):
     """Start to copy the tokens of a tile to shared memory; a step of K has BYTES of them.
 
-    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [room_slabs, SLAB, tile_tokens, BYTES].
+    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [num_slabs, SLAB, tile_tokens, BYTES].
     """
     warps: gl.constexpr = gl.num_warps()
     lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [128 // BYTES, 4, BYTES // 16], [warps // 2, 2, 1], [2, 1, 0])
@@ -43,64 +43,88 @@ class Tokens:
     """Tokens split into two E4M3, in global memory, sorted by expert, and those of a tile in shared memory.
 
     values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
-    [rows, groups_per_step * num_steps] for the second.
+    [rows, groups_per_step * num_steps] for the second. sums: float32 pointer [rows, K / 32], of tokens for weights with
+    zero points (`finish_step`), else None.
     """
 
     values: gl.tensor
     factors: gl.tensor
-    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 128]
-    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second GEMM
+    sums: Scalar
+    steps: gl.shared_memory_descriptor  # E4M3 [room_steps, tile_tokens, 128]
     cfg: gl.constexpr
 
     @staticmethod
     @gluon.jit
-    def create(values, factors, cfg: gl.constexpr):
+    def create(values, factors, sums, cfg: gl.constexpr):
         """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
-        T: gl.constexpr = cfg.tile_tokens
-        num_slabs: gl.constexpr = cfg.room_slabs
-        num_steps: gl.constexpr = num_slabs * SLAB + cfg.factor_steps
-        by_step: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        by_slab: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        steps = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_steps, cfg.tile_tokens, 128], layout)
+        return Tokens(values, factors, sums, steps, cfg)
+
+    @gluon.jit
+    def vectors(self, FIRST_STEP: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
+        """Return float32 [COUNT, tile_tokens] of shared memory from a step on."""
+        T: gl.constexpr = self.cfg.tile_tokens
         matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        num_groups: gl.constexpr = cfg.num_k_groups
-        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_steps, T, 128], by_step)
-        slabs = reinterpret(steps, gl.float8e4nv, [num_slabs, SLAB, T, 128], by_slab)
-        views = reinterpret(steps, gl.float32, [num_steps * 32 // num_groups, num_groups, T], matrix)
-        group_factors = reinterpret(views.index(num_slabs * SLAB * 32 // num_groups), gl.float32, [num_groups, T], rows)
-        return Tokens(values, factors, slabs, group_factors, cfg)
+        views = reinterpret(self.steps, gl.float32, [self.cfg.room_steps * 32 // COUNT, COUNT, T], matrix)
+        return reinterpret(views.index(FIRST_STEP * 32 // COUNT), gl.float32, [COUNT, T], layout)
+
+    @gluon.jit
+    def vector(self, FIRST_STEP: gl.constexpr, COUNT: gl.constexpr, index, layout: gl.constexpr):
+        """Load a number of each token, float32 [tile_tokens], from vectors that begin at a step."""
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        return self.vectors(FIRST_STEP, COUNT, rows).index(index).load(layout)
+
+    @gluon.jit
+    def factor(self, step, GROUP: gl.constexpr, layout: gl.constexpr):
+        """Return the factors of the tokens' numbers of a step of the second GEMM, of its group GROUP."""
+        cfg: gl.constexpr = self.cfg
+        return self.vector(cfg.factors_at, cfg.num_k_groups, cfg.groups_per_step * step + GROUP, layout)
+
+    @gluon.jit
+    def sum(self, step, GROUP: gl.constexpr, layout: gl.constexpr):
+        """Return the sums of the tokens' numbers of a step that share a zero point of each row, the GROUP-th."""
+        cfg: gl.constexpr = self.cfg
+        return self.vector(cfg.sums_at, cfg.num_sums, cfg.words_per_step * step + GROUP, layout)
 
     @gluon.jit
     def fetch(self, tile):
         """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
-        copy_slabs(self.values, self.slabs, tile, cfg, 128)
+        num_slabs: gl.constexpr = cfg.num_slabs
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+        slabs = reinterpret(self.steps, gl.float8e4nv, [num_slabs, SLAB, cfg.tile_tokens, 128], layout)
+        copy_slabs(self.values, slabs, tile, cfg, 128)
         if not cfg.is_l1:
-            self.fetch_factors(tile)
+            num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
+            self.fetch_vectors(self.factors, tile, cfg.factors_at, cfg.num_k_groups, num_groups, 1)
+        if cfg.has_zeros:
+            num_sums: gl.constexpr = cfg.words_per_step * cfg.num_steps
+            self.fetch_vectors(self.sums, tile, cfg.sums_at, cfg.num_sums, num_sums, 2 // cfg.words_per_step)
         async_copy.wait_group(0)
         fence_async_shared()
         role_barrier()
 
     @gluon.jit
-    def fetch_factors(self, tile):
-        """Load the tokens' factors, K outermost."""
-        cfg: gl.constexpr = self.cfg
-        num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
+    def fetch_vectors(
+        self, pointer, tile, FIRST_STEP: gl.constexpr, ROOM: gl.constexpr, COUNT: gl.constexpr, EACH: gl.constexpr
+    ):
+        """Load COUNT numbers of each token, each the sum of EACH neighbours, into vectors, K outermost."""
+        T: gl.constexpr = self.cfg.tile_tokens
         lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
-        g = gl.arange(0, cfg.num_k_groups, gl.SliceLayout(1, lay))[:, None]
-        token = tile.token + gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, lay))[None, :]
-        mask = (token < tile.token_end) & (g < num_groups)
-        x = gl.load(self.factors + token.to(gl.int64) * num_groups + g, mask=mask, other=0.0)
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        reinterpret(self.group_factors, gl.float32, [cfg.num_k_groups, cfg.tile_tokens], plain).store(x)
+        g = gl.arange(0, ROOM, gl.SliceLayout(1, lay))[:, None]
+        token = tile.token + gl.arange(0, T, gl.SliceLayout(0, lay))[None, :]
+        mask = (token < tile.token_end) & (g < COUNT)
+        at = pointer + (token.to(gl.int64) * COUNT + g) * EACH
+        x = gl.load(at, mask=mask, other=0.0)
+        if EACH == 2:
+            x += gl.load(at + 1, mask=mask, other=0.0)
+        self.vectors(FIRST_STEP, ROOM, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(x)
 
     @gluon.jit
     def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
         """Return high or low [32, tile_tokens] of block 0 or 1 of a step."""
-        T: gl.constexpr = self.cfg.tile_tokens
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 128], layout)
-        return steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
+        return self.steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
 
 
 @aggregate
@@ -115,7 +139,7 @@ class Fp8Tokens:
     values: gl.tensor
     largest: gl.tensor
     tables: Scalar
-    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 64]
+    slabs: gl.shared_memory_descriptor  # E4M3 [room_steps / SLAB, SLAB, tile_tokens, 64]
     cfg: gl.constexpr
 
     @staticmethod
@@ -123,7 +147,7 @@ class Fp8Tokens:
     def create(values, largest, tables, cfg: gl.constexpr):
         """Allocate shared memory for a tile's tokens, as much for both GEMMs."""
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=3)
-        slabs = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_slabs, SLAB, cfg.tile_tokens, 64], layout)
+        slabs = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_steps // SLAB, SLAB, cfg.tile_tokens, 64], layout)
         return Fp8Tokens(values, largest, tables, slabs, cfg)
 
     @gluon.jit
@@ -176,7 +200,7 @@ class Fp8Tokens:
         """Return block 0 or 1 of a step, [32, tile_tokens]."""
         T: gl.constexpr = self.cfg.tile_tokens
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 64], layout)
+        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_steps, T, 64], layout)
         return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
 
 

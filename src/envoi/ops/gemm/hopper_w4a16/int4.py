@@ -1,71 +1,54 @@
 """INT4 weights in fragment order (`envoi.quant.fragments`) on the device: widening to E4M3 and to bf16, in Gluon.
 
-Without zero points a nibble is a code of `envoi.quant.int4.to_codes`; with them it is the integer itself.
+A nibble is a code of `envoi.quant.int4.to_codes`.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.ops.gemm.hopper_w4a16.fragments import by_row, by_thread, each_pair, each_word
+from envoi.ops.gemm.hopper_w4a16.fragments import by_thread, each_pair, each_word
 
-# As E4M3_CODE, of INT4 without zero points (`envoi.quant.int4.to_codes`): a nibble 2 m | s becomes the byte of m, or of
-# -m - 1 where s is 1, times 2^-8: up to 16 times 2^-9, E4M3 is linear. Bytes don't carry.
+# As E4M3_CODE, of INT4's q - 8 (`envoi.quant.int4.to_codes`): a nibble 2 m | s becomes the byte of m, or of -m - 1
+# where s is 1, times 2^-8: up to 16 times 2^-9, E4M3 is linear. Bytes don't carry.
 INT4_CODE = gl.constexpr(
     "{ .reg .b32 a, b; and.b32 a, $2, 0x01010101; and.b32 b, $2, 0x0E0E0E0E; shr.u32 $1, $2, 4; "
     "mad.lo.u32 $0, a, 0x82, b; and.b32 a, $1, 0x01010101; and.b32 b, $1, 0x0E0E0E0E; mad.lo.u32 $1, a, 0x82, b; }"
 )
 
 
-@gluon.constexpr_function
-def with_zeros_code():
-    """PTX as E4M3_CODE, of INT4 with zero points: nibble less zero point, times 2^-9.
-
-    $6, $10: 128 less the zero point in each byte, for block 0 and block 1. A sum's bit 7 then says that there is no
-    sign; else what is below it is 128 less the magnitude, whose complement is one too small.
-    """
-    lines = ["{ .reg .b32 y, m, s; and.b32 y, $2, 0x0F0F0F0F; shr.u32 s, $2, 4; and.b32 s, s, 0x0F0F0F0F;"]
-    for out, added in (("$0", "$6"), ("$1", "$10")):
-        y = "y" if out == "$0" else "s"
-        lines.append(
-            f"add.u32 {y}, {y}, {added}; prmt.b32 m, {y}, 0, 0xBA98; lop3.b32 {y}, {y}, m, 0x7F7F7F7F, 0x93; "
-            f"not.b32 m, m; and.b32 m, m, 0x01010101; add.u32 {out}, {y}, m;"
-        )
-    return "\n".join([*lines, "}"])
-
-
-ZEROS_OPERANDS = gl.constexpr(",".join(["=&r"] * 2 + ["r"] * 12))
+INT4_UP = gl.constexpr(8.0)  # what sums of these have yet to be multiplied by, more than those of MXFP4
+EIGHT = gl.constexpr(8.0 + 2**23)
 
 
 @gluon.jit
-def int4_to_e4m3(words, zeros, dot: gl.constexpr, PER_STEP: gl.constexpr):
-    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1.
-
-    Times 2^-8; with zero points, bytes of int32 [8 * warps], times 2^-9.
-    """
+def int4_to_e4m3(words, dot: gl.constexpr):
+    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1: (q - 8) * 2^-8."""
     warps: gl.constexpr = gl.num_warps()
     x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
-    if zeros is None:
-        first, second = gl.inline_asm_elementwise(
-            INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-        )
-    else:
-        less0 = by_row(less_zero(zeros, 0), less_zero(zeros, 8), dot)
-        less1 = less0 if PER_STEP == 1 else by_row(less_zero(zeros, 16), less_zero(zeros, 24), dot)
-        code: gl.constexpr = with_zeros_code()
-        first, second = gl.inline_asm_elementwise(
-            code, ZEROS_OPERANDS, [x, less0, less1], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-        )
+    first, second = gl.inline_asm_elementwise(
+        INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
     return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
 
 
+@gluon.constexpr_function
+def added_code(byte):
+    """PTX of 2^23 plus a byte of $1, as float32."""
+    return f"prmt.b32 $0, $1, 0x4B000000, {0x7650 + byte:#x};"
+
+
 @gluon.jit
-def less_zero(zeros, SHIFT: gl.constexpr):
-    """Return 128 less a zero point in each byte of a word."""
-    ONES: gl.constexpr = 0x01010101
-    MIDDLE: gl.constexpr = -0x7F7F7F80  # 0x80808080
-    return MIDDLE - ((zeros >> SHIFT) & 0xFF) * ONES
+def eight_less_zeros(zeros, BLOCK: gl.constexpr, rows: gl.constexpr):
+    """Return 8 less the zero points of a pair's rows, bytes 2 * BLOCK and the next of a word: float32 [16 * warps]."""
+    warps: gl.constexpr = gl.num_warps()
+    code0: gl.constexpr = added_code(2 * BLOCK)
+    code1: gl.constexpr = added_code(2 * BLOCK + 1)
+    first = gl.inline_asm_elementwise(code0, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
+    second = gl.inline_asm_elementwise(code1, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
+    x = gl.join(EIGHT - first, EIGHT - second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
+    return gl.convert_layout(x, rows, assert_trivial=True)
 
 
 @gluon.jit
@@ -106,23 +89,19 @@ def int4_code(per_step, half, has_zeros):
                 lines.append(f"prmt.b32 f{block}, {word}, 0, {(0x1010, 0x3232)[row]:#x};")
         for k16 in range(2):
             word = f"${16 + 8 * k16 + 2 * row}"
-            if not has_zeros:  # from codes to q, but for the highest bit
-                lines.append(f"and.b32 t, {word}, 0x11111111; mul.lo.u32 t, t, 15; shr.u32 x, {word}, 1;")
-                lines.append("lop3.b32 x, x, 0x77777777, t, 0x6A;")
+            # From codes to q, but for the highest bit.
+            lines.append(f"and.b32 t, {word}, 0x11111111; mul.lo.u32 t, t, 15; shr.u32 x, {word}, 1;")
+            lines.append("lop3.b32 x, x, 0x77777777, t, 0x6A;")
             for block in range(2):
                 for k8 in range(2):
                     shift = 4 * block + 8 * k8
                     out = f"${8 * block + 4 * k16 + 2 * k8 + row}"
-                    taken = word if has_zeros else "x"
-                    lines.append(f"shr.u32 v, {taken}, {shift};" if shift else f"mov.b32 v, {taken};")
+                    lines.append(f"shr.u32 v, x, {shift};" if shift else "mov.b32 v, x;")
+                    lines.append("and.b32 v, v, 0x000F000F; xor.b32 v, v, 0x43084308; mov.b32 z, 0x43084308;")
                     if has_zeros:
                         place = row + 2 * block * (per_step - 1)
-                        lines.append("lop3.b32 v, v, 0x000F000F, 0x43004300, 0xEA;")
                         lines.append(f"bfe.u32 z, $80, {8 * place}, 8; mad.lo.u32 z, z, 0x00010001, 0x43004300;")
-                        lines.append("sub.rn.bf16x2 v, v, z;")
-                    else:
-                        lines.append("and.b32 v, v, 0x000F000F; xor.b32 v, v, 0x43084308; mov.b32 z, 0x43084308;")
-                        lines.append("sub.rn.bf16x2 v, v, z;")
+                    lines.append("sub.rn.bf16x2 v, v, z;")
                     if half:
                         lines.append(f"mul.rn.bf16x2 t, v, g{block}; fma.rn.bf16x2 {out}, v, f{block}, t;")
                     else:

@@ -4,8 +4,8 @@
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
 exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
-whose numbers E4M3 holds too, in seven, or in thirteen with zero points. So 32 of K are two wgmma m64nTk32 into a fresh
-accumulator, and a multiply-add for each of its elements: what the factor costs.
+whose numbers E4M3 holds too, in seven. So 32 of K are two wgmma m64nTk32 into a fresh
+accumulator, and a multiply-add for each of its elements: what the factor costs. A zero point costs one more.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
 memory. There are no roles and no barriers in the loop: 4 CTAs of 4 warps an SM (or 2 of 8) hide each other's waits.
@@ -38,7 +38,7 @@ from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
 from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
-from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import INT4_UP, eight_less_zeros, int4_factors, int4_to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
@@ -195,7 +195,7 @@ def issue_step(held, tokens, step, zero):
     if cfg.int4 is None:
         w0, w1 = to_e4m3(held.words, dot)
     else:
-        w0, w1 = int4_to_e4m3(held.words, held.zeros, dot, cfg.words_per_step)
+        w0, w1 = int4_to_e4m3(held.words, dot)
     if cfg.shares_factors:
         p = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
         p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
@@ -230,7 +230,7 @@ def finish_step(acc, products, factors, second, tokens, step):
             p = warpgroup_mma_wait(num_outstanding=0, deps=products)
             acc += p * f0[:, None]
         else:
-            t = tokens.group_factors.index(step).load(columns)
+            t = tokens.factor(step, 0, columns)
             p = warpgroup_mma_wait(num_outstanding=0, deps=products)
             acc += p * f0[:, None] * t[None, :]
     elif cfg.is_l1:
@@ -238,15 +238,55 @@ def finish_step(acc, products, factors, second, tokens, step):
         acc += p0 * f0[:, None]
         acc += p1 * f1[:, None]
     elif cfg.groups_per_step == 1:
-        t = tokens.group_factors.index(step).load(columns)
+        t = tokens.factor(step, 0, columns)
         p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
         acc += (p0 * f0[:, None] + p1 * f1[:, None]) * t[None, :]
     else:
-        t0 = tokens.group_factors.index(2 * step).load(columns)
-        t1 = tokens.group_factors.index(2 * step + 1).load(columns)
+        t0, t1 = tokens.factor(step, 0, columns), tokens.factor(step, 1, columns)
         p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
         acc += p0 * (f0[:, None] * t0[None, :])
         acc += p1 * (f1[:, None] * t1[None, :])
+    return acc
+
+
+@gluon.jit
+def finish_step_with_zeros(acc, products, factors, second, zeros, tokens, step):
+    """Run `finish_step` for weights q with zero points: of their products, which are of q - 8, the rest is added.
+
+        sum of (q - zero) * x = sum of (q - 8) * x + (8 - zero) * sum of x
+
+    That costs an instruction for each sum, and what widens q - 8 needs half of what q - zero would.
+    """
+    cfg: gl.constexpr = tokens.cfg
+    num_words: gl.constexpr = cfg.words_per_step
+    mma: gl.constexpr = acc.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    columns: gl.constexpr = gl.SliceLayout(0, mma)
+    half: gl.constexpr = cfg.int4.half
+    f0 = int4_factors(factors, rows, half)
+    less0, sum0 = eight_less_zeros(zeros, 0, rows)[:, None], tokens.sum(step, 0, columns)[None, :]
+    if num_words == 2:
+        f1 = int4_factors(second, rows, half)
+        less1, sum1 = eight_less_zeros(zeros, 1, rows)[:, None], tokens.sum(step, 1, columns)[None, :]
+    if not cfg.is_l1:
+        t0 = tokens.factor(step, 0, columns)
+        t1 = t0
+        if cfg.groups_per_step == 2:
+            t1 = tokens.factor(step, 1, columns)
+    if cfg.shares_factors:
+        p = warpgroup_mma_wait(num_outstanding=0, deps=products)
+        if not cfg.is_l1:
+            p = p * t0[None, :]
+        acc += (p + less0 * sum0) * f0[:, None]
+    else:
+        p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
+        if not cfg.is_l1:
+            p0, p1 = p0 * t0[None, :], p1 * t1[None, :]
+        if num_words == 1:
+            acc += (p0 + p1 + less0 * sum0) * f0[:, None]
+        else:
+            acc += (p0 + less0 * sum0) * f0[:, None]
+            acc += (p1 + less1 * sum1) * f1[:, None]
     return acc
 
 
@@ -302,7 +342,11 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted),)
-            acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
+            if cfg.has_zeros:
+                zeros = held[i].zeros
+                acc = finish_step_with_zeros(acc, products, factors, second, zeros, tokens, within(step, cfg))
+            else:
+                acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
     return acc, requested
 
 
@@ -326,8 +370,8 @@ def within(step, cfg: gl.constexpr):
 
 @gluon.jit
 def few_kernel(
-    values, factors, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums,
-    flags, num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
+    values, factors, token_sums, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, out_sums,
+    offsets, topk_ids, sums, flags, num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
 ):  # fmt: skip
     """Run one worker. Grid: (any number of CTAs,).
 
@@ -341,9 +385,9 @@ def few_kernel(
     if cfg.fp8:
         tokens = Fp8Tokens.create(values, factors, tables, cfg)
     else:
-        tokens = Tokens.create(values, factors, cfg)
+        tokens = Tokens.create(values, factors, token_sums, cfg)
     weights = Weights(words, sf, zeros, num_row_tiles, cfg.num_steps, cfg.words_per_step)
-    outputs = Outputs(scale, bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
+    outputs = Outputs(scale, bias, row_weights, out, out_factors, out_sums, factors, num_row_tiles, cfg)
     schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
     units = schedule.num_units()
     if cfg.overlaps and cfg.reads_ids and units == 0:
@@ -398,8 +442,7 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
         else:
             acc = parts.add(worker, acc, num_groups - high, (t + 1) * num_groups)
             if cfg.int4 is not None:
-                up: gl.constexpr = cfg.int4.up
-                acc = acc * up
+                acc = acc * INT4_UP
             if cfg.is_l1:
                 finish_l1(acc, tile, outputs)
             else:
