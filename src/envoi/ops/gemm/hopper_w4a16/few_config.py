@@ -79,8 +79,8 @@ class FewConfig(Constant):
 
     @property
     def holds_more(self) -> bool:
-        """Return True if a step's factors take so many registers that one step less is requested a group earlier."""
-        return self.is_l1 and self.int4 is not None and self.words_per_step == 2 and not self.int4.has_zeros
+        """Return True if there would be spills if no step less were requested a group earlier."""
+        return self.is_l1 and self.int4 is not None and not self.has_zeros
 
     @property
     def shares_factors(self) -> bool:

@@ -111,7 +111,8 @@ class Tokens:
     ):
         """Load COUNT numbers of each token, each the sum of EACH neighbours, into vectors, K outermost."""
         T: gl.constexpr = self.cfg.tile_tokens
-        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
+        over_tokens: gl.constexpr = min(gl.num_warps(), 4)
+        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps() // over_tokens, over_tokens], [0, 1])
         g = gl.arange(0, ROOM, gl.SliceLayout(1, lay))[:, None]
         token = tile.token + gl.arange(0, T, gl.SliceLayout(0, lay))[None, :]
         mask = (token < tile.token_end) & (g < COUNT)
