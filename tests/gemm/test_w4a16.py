@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few, fragments
-from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, few_configs
+from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, Int4Form, few_configs
 from envoi.ops.moe.choose import decode_mx_pays, why_not_decode_mx
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
@@ -102,6 +102,36 @@ def test_configs_fit(hidden, intermediate, slots):
     assert (l1.shared_bytes, l1.tile_tokens, l1.num_warps) == (l2.shared_bytes, l2.tile_tokens, l2.num_warps)
     assert l1.num_steps * 64 == hidden
     assert l2.num_steps * 64 == intermediate
+
+
+ZEROS = Int4Form(1, True, True), Int4Form(2, False, True)
+
+
+@pytest.mark.parametrize("form", [None, Int4Form(2, False, False), *ZEROS])
+@pytest.mark.parametrize(("hidden", "intermediate"), [*SIZES, (5120, 1536), (6144, 2560), (8192, 28672 // 8)])
+@pytest.mark.parametrize("slots", [1, 64, 640])
+def test_an_sm_is_full_of_warps_however_wide_tokens_are(hidden, intermediate, slots, form):
+    configs = few_configs(hidden, intermediate, 32, slots, "swiglu", None, True, forms=(form, form))
+    for config in configs:
+        assert config.warps_per_sm == 16
+        tokens, factors, sums = config.num_slabs * 16, config.num_k_groups // 32, config.num_sums // 32
+        begins = sorted([(config.factors_at, factors), (config.sums_at, sums)], key=lambda part: (part[0], -part[1]))
+        # Tokens, factors and sums are behind each other, each at a multiple of its length.
+        end = tokens
+        for begin, length in (part for part in begins if part[1]):
+            assert begin == end and begin % length == 0
+            end += length
+        assert end <= config.room_steps
+        assert (config.num_sums > 0) == (form in ZEROS)
+        assert config.num_sums >= (form.per_step * config.num_steps if form in ZEROS else 0)
+
+
+def test_tiles_of_16_take_as_wide_tokens_as_fit():
+    def tile(hidden, form=None):
+        return few_configs(hidden, 2048, 32, 640, "swiglu", None, True, forms=(form, form))[0].tile_tokens
+
+    assert [tile(7168), tile(7232)] == [16, 8]
+    assert [tile(6144, ZEROS[0]), tile(7168, ZEROS[0])] == [16, 8]  # sums of tokens take room
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [*SIZES, (7168, 4096), (192, 7168)])
