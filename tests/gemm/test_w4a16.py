@@ -8,12 +8,15 @@ import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few, fragments
 from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, Int4Form, few_configs
+from envoi.ops.moe import pack
 from envoi.ops.moe.choose import decode_mx_pays, why_not_decode_mx
+from envoi.ops.moe.warm_up import LayerCall
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE
-from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
+from envoi.runtime.planned_kernels import launches_of
 from envoi.types import ExpertWeights, QuantTensor
 from tests.gemm.test_mx_widening import bf16, run
 
@@ -87,6 +90,7 @@ def test_every_pair_of_weights_under_every_nvfp4_factor_becomes_bf16():
             assert torch.equal(got, x * values[bytes_[4 * block + 2 * k16 + half]])
 
 
+HOPPER = Target("sm_90", 132)
 SIZES = [(2880, 2880), (2048, 768), (4096, 1536), (7168, 2048), (64, 64), (2048, 1408), (12288, 4096)]
 
 
@@ -177,3 +181,16 @@ def test_what_the_kernels_for_few_fp8_tokens_take():
     # Half the bytes of tokens split into two.
     assert why_not_decode_mx(layer(1, hidden=14336, intermediate=64, put=to_fp8_fragments), 1) == ""
     assert why_not_decode_mx(layer(1, hidden=32768, intermediate=64, put=to_fp8_fragments), 1) != ""
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp4_fp8", "nvfp4", "int4"])
+def test_a_rank_without_experts_runs_the_layer_as_others_do(format):
+    with standing_for(HOPPER):
+        none = torch.zeros(0, 256, 128).bfloat16(), torch.zeros(0, 128, 128).bfloat16()
+        experts = (layer(0, 128, 128) if format == "mxfp4" else pack(*none, format)).to("meta")
+        assert "fragments" in experts.order
+        launched = launches_of(LayerCall(experts, 2), 3, HOPPER)
+    kernels = [kernel.fn.__name__ for kernel, *_ in launched]
+    assert kernels[0] == "sort_kernel"
+    assert kernels[-1] == "combine_kernel"
+    assert "w4a8_kernel" not in kernels

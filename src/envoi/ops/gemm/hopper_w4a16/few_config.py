@@ -144,7 +144,7 @@ class FewConfig(Constant):
 
     @property
     def num_sums(self) -> int:
-        """Room for sums of a token's numbers that share a zero point of each row; a power of two, 0 if there are none."""
+        """Room for sums of a token's numbers that share a zero point; a power of two, 0 if there are none."""
         return _room(self.words_per_step * self.num_steps) if self.has_zeros else 0
 
     @property

@@ -17,8 +17,8 @@ class Outputs:
     scale: float32 pointer [num_experts, 64 * num_row_tiles], of weights for FP8 tokens, else None.
     bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
     out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
-    32 or 64 features in out_factors, and for weights with zero points the sum of 32 in out_sums, float32 [rows, I / 32],
-    else None; of the second bf16 [rows, 64 * num_row_tiles].
+    32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
+    out_sums: float32 pointer [rows, I / 32] of the first GEMM if the second one's weights have zero points, else None.
     With FP8 tokens out is bf16 of both, and out_factors int32 [rows], the bits of a row's largest magnitude.
     token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by; of the second GEMM
     of FP8 tokens int32, the bits of the largest magnitude.
@@ -172,7 +172,7 @@ def store_split(h, tile, outputs):
 
 @gluon.jit
 def store_sums(h, tile, outputs):
-    """Store the sums of 32 neighbouring activations over 8: products of INT4 weights in E4M3 are 2^5 * 2^-8 too small."""
+    """Store an eighth of the sums of 32 activations: what products with weights 2^-8 come to, as in `tokens`."""
     T: gl.constexpr = h.shape[2]
     num_tiles: gl.constexpr = outputs.cfg.num_row_tiles
     h = h.reshape([num_tiles, GROUP, T])
