@@ -118,16 +118,13 @@ def test_an_sm_is_full_of_warps_however_wide_tokens_are(hidden, intermediate, sl
     configs = few_configs(hidden, intermediate, 32, slots, "swiglu", None, True, forms=(form, form))
     for config in configs:
         assert config.warps_per_sm == 16
-        tokens, factors, sums = config.num_slabs * 16, config.num_k_groups // 32, config.num_sums // 32
-        begins = sorted([(config.factors_at, factors), (config.sums_at, sums)], key=lambda part: (part[0], -part[1]))
-        # Tokens, factors and sums are behind each other, each at a multiple of its length.
-        end = tokens
-        for begin, length in (part for part in begins if part[1]):
-            assert begin == end and begin % length == 0
-            end += length
-        assert end <= config.room_steps
-        assert (config.num_sums > 0) == (form in ZEROS)
-        assert config.num_sums >= (form.per_step * config.num_steps if form in ZEROS else 0)
+        # Tokens, their factors, at a multiple of their length, and their sums are behind each other.
+        tokens, factors = config.num_slabs * 16, config.num_k_groups // 32
+        assert tokens % max(1, factors) == 0
+        assert (config.sums_per_group > 0) == (form in ZEROS)
+        assert config.sums_per_group >= (form.per_step * config.unroll if form in ZEROS else 0)
+        assert config.sums_at == tokens + factors
+        assert config.room_steps * 32 >= config.sums_at * 32 + config.num_groups * config.sums_per_group
 
 
 def test_tiles_of_16_take_as_wide_tokens_as_fit():

@@ -25,7 +25,17 @@ def by_halves(f, *words: torch.Tensor) -> torch.Tensor:
     return packed(*(half.bfloat16() for half in halves))
 
 
+def permuted(a: torch.Tensor, b: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """Compute prmt.b32 also where bit 3 of a choice asks for the highest bit of a byte in all eight."""
+    plain, result = interpreter.permuted(a, b, choice), torch.zeros_like(a)
+    for i in range(4):
+        byte = plain >> 8 * i & 0xFF
+        result |= torch.where(choice >> 4 * i & 8 > 0, (byte >> 7) * 0xFF, byte) << 8 * i
+    return result
+
+
 MORE = {
+    "prmt.b32": permuted,
     "xor.b32": lambda a, b: a ^ b,
     "cvt.u16.u32": lambda a: a & 0xFFFF,
     "cvt.f32.f16": lambda a: bits_of(a.to(torch.int32).to(torch.int16).view(torch.float16)),
@@ -46,9 +56,10 @@ def operations(monkeypatch):
 FIRST, SECOND = torch.arange(16).repeat(16), torch.arange(16).repeat_interleave(16)
 
 
-def words() -> torch.Tensor:
+def words(symmetric: bool) -> torch.Tensor:
     """Four different bytes a word: that of `FIRST` and `SECOND` at i, i - 1, i - 2, i - 3."""
-    by = to_codes(FIRST) | to_codes(SECOND) << 4
+    first, second = (to_codes(q) if symmetric else q for q in (FIRST, SECOND))
+    by = first | second << 4
     return by | by.roll(1) << 8 | by.roll(2) << 16 | by.roll(3) << 24
 
 
@@ -57,18 +68,25 @@ def e4m3(word: torch.Tensor, byte: int) -> torch.Tensor:
 
 
 def test_every_pair_becomes_e4m3():
-    registers = {"$2": words()}
+    registers = {"$2": words(True)}
     run(int4.INT4_CODE.value, registers)
     for i, (name, q) in itertools.product(range(4), (("$0", FIRST), ("$1", SECOND))):
         assert torch.equal(e4m3(registers[name], i) * 2**8, q.roll(i).double() - 8)
 
 
-@pytest.mark.parametrize("byte", range(4))
-def test_every_zero_point_becomes_a_float(byte):
+def test_every_pair_less_the_middle_becomes_e4m3():
+    registers = {"$2": words(False)}
+    run(int4.MIDDLE_CODE.value, registers)
+    for i, (name, q) in itertools.product(range(4), (("$0", FIRST), ("$1", SECOND))):
+        assert torch.equal(e4m3(registers[name], i) * 2**8, q.roll(i).double() - 7.5)
+
+
+@pytest.mark.parametrize("byte", [0, 1])
+def test_the_middle_less_every_zero_point_becomes_a_float(byte):
     zeros = torch.arange(LARGEST_ZERO + 1)
-    registers = {"$1": sum(zeros.roll(i - byte) << 8 * i for i in range(4))}
+    registers = {"$1": zeros.roll(-byte) | zeros.roll(1 - byte) << 8}
     run(int4.added_code(byte), registers)
-    assert torch.equal(int4.EIGHT.value - float32(registers["$0"]).double(), 8.0 - zeros)
+    assert torch.equal(int4.MIDDLE.value - float32(registers["$0"]).double(), 7.5 - zeros)
 
 
 def random_factors(half: bool) -> torch.Tensor:
@@ -89,7 +107,7 @@ def test_every_pair_under_many_factors_is_rounded_once(per_step, half, has_zeros
         x = x[:2].repeat(2) if per_step == 1 else x  # block, half
         bits = (x.view(torch.int16).to(torch.int64) & 0xFFFF).tolist()
         zeros = [(turn + 5 * i) % (LARGEST_ZERO + 1) if has_zeros else 8 for i in range(2 * per_step)]
-        given = words()
+        given = words(not has_zeros)
         registers = {f"${16 + 8 * k16 + 2 * row}": given.roll(k16 + 2 * row) for k16 in (0, 1) for row in (0, 1)}
         factors = torch.zeros_like(given)
         for i in range(2 * per_step):

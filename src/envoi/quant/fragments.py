@@ -17,8 +17,8 @@ registers hold four of K, want their tokens permuted (`envoi.ops.gemm.hopper_w4a
 
 A byte's bits, from the highest: sign of block 1, its mantissa, sign of block 0, exponent of block 1 (2 bits), exponent
 and mantissa of block 0 (3 bits). So two operations make four weights of block 0 E4M3 (times 2^-6), and four of block 1
-take three. Of INT4 the low nibble is of block 0, the high one of block 1, in the codes of `envoi.quant.int4.to_codes`.
-INT4 in groups of 128, 256, .. has factors for 64 in this order.
+take three. Of INT4 the low nibble is of block 0, the high one of block 1: q as it is where there are zero points,
+else `envoi.quant.int4.to_codes`. INT4 in groups of 128, 256, .. has factors for 64 in this order.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def _int4_to_fragments(x: QuantTensor) -> QuantTensor:
     columns = min(x.group[1], TILE)
     x = int4.with_columns(x, columns)
     for values in x.values:
-        values.copy_(_integers_to_fragments(values))
+        values.copy_(_integers_to_fragments(values, x.zeros is None))
     for part in (x.sf, x.zeros):
         for matrix in () if part is None else part:
             matrix.copy_(_sf_to_fragments(matrix, columns))
@@ -128,19 +128,24 @@ def _int4_to_rows(x: QuantTensor) -> QuantTensor:
             return part
         return torch.stack([reorder(one) for one in part.reshape(-1, *part.shape[-2:])]).view(part.shape)
 
-    values = by_rows(x.values, _integers_to_rows)
+    values = by_rows(x.values, lambda one: _integers_to_rows(one, x.zeros is None))
     sf, zeros = (by_rows(part, lambda one: _sf_to_rows(one, x.group[1])) for part in (x.sf, x.zeros))
     return replace(x, values=values, sf=sf, zeros=zeros, order="rows")
 
 
-def _integers_to_fragments(values: torch.Tensor) -> torch.Tensor:
+def _integers_to_fragments(values: torch.Tensor, symmetric: bool) -> torch.Tensor:
     """Reorder the integers of one matrix, uint8 [N, K / 2], in a copy of that shape."""
     first, second = _by_places(values)
-    return (int4.to_codes(second) << 4 | int4.to_codes(first)).reshape(values.shape)
+    if symmetric:
+        first, second = int4.to_codes(first), int4.to_codes(second)
+    return (second << 4 | first).reshape(values.shape)
 
 
-def _integers_to_rows(values: torch.Tensor) -> torch.Tensor:
-    return _from_places(int4.from_codes(values & 15), int4.from_codes(values >> 4))
+def _integers_to_rows(values: torch.Tensor, symmetric: bool) -> torch.Tensor:
+    first, second = values & 15, values >> 4
+    if symmetric:
+        first, second = int4.from_codes(first), int4.from_codes(second)
+    return _from_places(first, second)
 
 
 def _by_places(values: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -50,7 +50,7 @@ def without_needless_zeros(x: QuantTensor) -> QuantTensor:
 
 
 def to_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Convert q to the codes of fragments: sign in bit 0, above it n = q - 8, or -n - 1 below 0.
+    """Convert q to the codes of symmetric weights in fragments: sign in bit 0, above it n = q - 8, or -n - 1 below 0.
 
     An odd way to write a sign and a magnitude; kernels make an E4M3 number of it in two operations for four weights.
     """

@@ -25,6 +25,7 @@ from envoi.types import QuantTensor
 MAX_TOPK = 32
 REGISTERS = 128
 COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
+PERMUTING = 128  # slots up to which each has a program of its own
 
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
@@ -140,11 +141,12 @@ def permute_launch(
 
     (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, devices.on_gpu(tokens.device)
     block = min(COUNTED, max(16, next_power_of_2(topk_ids.numel())))
-    return permute_kernel, (M + -(-(E + 1) // EXPERTS),), (
+    each = k if M * k <= PERMUTING else 1
+    return permute_kernel, (M * each + -(-(E + 1) // EXPERTS),), (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
         buffers.routed_factors, buffers.routed_sums, buffers.row_weights,
         buffers.hidden_factors if layer.fp8 else None, M, E, H, k, next_power_of_2(k), block, next_power_of_2(H),
-        EXPERTS, on_gpu, on_gpu,
+        EXPERTS, each, on_gpu, on_gpu,
     ), {"num_warps": 8}  # fmt: skip
 
 

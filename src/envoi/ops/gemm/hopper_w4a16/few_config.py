@@ -80,7 +80,7 @@ class FewConfig(Constant):
     @property
     def holds_more(self) -> bool:
         """Return True if there would be spills if no step less were requested a group earlier."""
-        return self.is_l1 and self.int4 is not None and not self.has_zeros
+        return self.is_l1 and self.words_per_step == 2 and not self.has_zeros
 
     @property
     def shares_factors(self) -> bool:
@@ -143,26 +143,31 @@ class FewConfig(Constant):
         return self.int4 is not None and self.int4.has_zeros
 
     @property
-    def num_sums(self) -> int:
-        """Room for sums of a token's numbers that share a zero point; a power of two, 0 if there are none."""
-        return _room(self.words_per_step * self.num_steps) if self.has_zeros else 0
+    def zeros_per_group(self) -> int:
+        """Zero points of a row in a group of steps."""
+        return self.unroll * self.words_per_step if self.has_zeros else 0
 
     @property
-    def factors_at(self) -> int:
-        """Steps of shared memory in front of the tokens' factors. Of factors and sums, the longer are first."""
-        return self.num_slabs * 16 + (self.num_sums // 32 if self.num_sums > self.num_k_groups else 0)
+    def sums_per_group(self) -> int:
+        """Room for the sums of a token's numbers that share these: K of one or two products in TF32."""
+        return max(8, next_power_of_2(self.zeros_per_group)) if self.has_zeros else 0
+
+    @property
+    def zero_loads(self) -> int:
+        """Loads with which four threads have these zero points."""
+        return -(-self.zeros_per_group // 4)
 
     @property
     def sums_at(self) -> int:
-        """Steps of shared memory in front of the tokens' sums."""
-        return self.num_slabs * 16 + (0 if self.num_sums > self.num_k_groups else self.num_k_groups // 32)
+        """Steps of shared memory in front of these sums: those of tokens and of their factors."""
+        return self.num_slabs * 16 + self.num_k_groups // 32
 
     @property
     def own_steps(self) -> int:
         """Steps of tokens that take as much shared memory as this GEMM needs."""
         from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
 
-        steps = self.num_slabs * 16 + (self.num_k_groups + self.num_sums) // 32
+        steps = self.sums_at + -(-self.num_groups * self.sums_per_group // 32)
         return -(-steps // 16) * 16 if WHOLE_VIEWS else steps
 
     @property
@@ -186,12 +191,9 @@ def _room(count: int) -> int:
     return max(32, next_power_of_2(count))
 
 
-def unroll_of(config: FewConfig) -> int:
-    """Return the steps of K that are requested together."""
-    allowed, other = UNROLLED, UNROLLED[0]
-    if config.fp8 and not config.looks_up:
-        allowed, other = UNROLLED_FP8, UNROLLED_FP8[1]
-    return next((u for u in allowed if config.num_steps % u == 0), other)
+def unroll_of(num_steps: int, allowed: tuple[int, ...]) -> int:
+    """Return the steps of K that are requested together: the first allowed that divides K / 64, else the other one."""
+    return next((u for u in allowed if num_steps % u == 0), 8 if allowed is UNROLLED_FP8 else UNROLLED[0])
 
 
 @cache
@@ -212,17 +214,19 @@ def few_configs(
     experts = max(32, next_power_of_2(num_experts))
     slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
 
+    l1, l2 = hidden // 64, intermediate // 64
+    unrolls = tuple(unroll_of(num_steps, UNROLLED_FP8 if fp8 and not looks_up else UNROLLED) for num_steps in (l1, l2))
+    common = FewConfig(8, 4, l1, 0, unrolls[0], True, activation, limit, has_bias, experts, slots, fp8=fp8, looks_up=looks_up)
+    sums_hidden = forms[1] is not None and forms[1].has_zeros
+
     def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
-        common = FewConfig(
-            tile_tokens, num_warps, hidden // 64, 0, 0, True, activation, limit, has_bias, experts, slots, fp8=fp8,
-            looks_up=looks_up, int4=forms[0], sums_hidden=forms[1] is not None and forms[1].has_zeros,
-        )  # fmt: skip
+        first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps, int4=forms[0], sums_hidden=sums_hidden)
         second = replace(
-            common, num_steps=intermediate // 64, is_l1=False, activation="", limit=None, max_slots=0, int4=forms[1],
+            first, num_steps=l2, unroll=unrolls[1], is_l1=False, activation="", limit=None, max_slots=0, int4=forms[1],
             sums_hidden=False,
         )  # fmt: skip
-        room = max(common.own_steps, second.own_steps)
-        return replace(common, room_steps=room), replace(second, room_steps=room)
+        room = max(first.own_steps, second.own_steps)
+        return replace(first, room_steps=room), replace(second, room_steps=room)
 
     tiles = (tile for tile in TILES if wide or tile[0] == 8)
     full = (configs for configs in (pair(*tile) for tile in tiles) if configs[0].warps_per_sm == SM_WARPS)
@@ -235,7 +239,7 @@ def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
 
     is_short: so few slots that a CTA has few groups.
     """
-    config, wide = replace(config, unroll=unroll_of(config)), config.tile_tokens == 16
+    wide = config.tile_tokens == 16
     if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
         return replace(config, late=LATE + config.holds_more)
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)

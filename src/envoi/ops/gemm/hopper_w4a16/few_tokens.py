@@ -44,7 +44,7 @@ class Tokens:
 
     values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
     [rows, groups_per_step * num_steps] for the second. sums: float32 pointer [rows, K / 32], of tokens for weights with
-    zero points (`finish_step`), else None.
+    zero points (`start_zeros`), else None.
     """
 
     values: gl.tensor
@@ -62,30 +62,62 @@ class Tokens:
         return Tokens(values, factors, sums, steps, cfg)
 
     @gluon.jit
-    def vectors(self, FIRST_STEP: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
-        """Return float32 [COUNT, tile_tokens] of shared memory from a step on."""
-        T: gl.constexpr = self.cfg.tile_tokens
+    def group_factors(self, layout: gl.constexpr):
+        """Return the tokens' factors in shared memory, float32 [num_k_groups, tile_tokens], of the second GEMM."""
+        cfg: gl.constexpr = self.cfg
+        count: gl.constexpr = cfg.num_k_groups
         matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        views = reinterpret(self.steps, gl.float32, [self.cfg.room_steps * 32 // COUNT, COUNT, T], matrix)
-        return reinterpret(views.index(FIRST_STEP * 32 // COUNT), gl.float32, [COUNT, T], layout)
-
-    @gluon.jit
-    def vector(self, FIRST_STEP: gl.constexpr, COUNT: gl.constexpr, index, layout: gl.constexpr):
-        """Load a number of each token, float32 [tile_tokens], from vectors that begin at a step."""
-        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        return self.vectors(FIRST_STEP, COUNT, rows).index(index).load(layout)
+        views = reinterpret(self.steps, gl.float32, [cfg.room_steps * 32 // count, count, cfg.tile_tokens], matrix)
+        place: gl.constexpr = cfg.num_slabs * SLAB * 32 // count
+        return reinterpret(views.index(place), gl.float32, [count, cfg.tile_tokens], layout)
 
     @gluon.jit
     def factor(self, step, GROUP: gl.constexpr, layout: gl.constexpr):
         """Return the factors of the tokens' numbers of a step of the second GEMM, of its group GROUP."""
-        cfg: gl.constexpr = self.cfg
-        return self.vector(cfg.factors_at, cfg.num_k_groups, cfg.groups_per_step * step + GROUP, layout)
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        return self.group_factors(rows).index(self.cfg.groups_per_step * step + GROUP).load(layout)
 
     @gluon.jit
-    def sum(self, step, GROUP: gl.constexpr, layout: gl.constexpr):
-        """Return the sums of the tokens' numbers of a step that share a zero point of each row, the GROUP-th."""
+    def sums_of(self, group):
+        """Return the sums of a group of steps, [sums_per_group, tile_tokens], as an operand."""
+        begin: gl.constexpr = self.cfg.sums_at * 32 // self.cfg.sums_per_group
+        return self.sum_views(1, 2).index(begin + group).permute((1, 0))
+
+    @gluon.jit
+    def sum_views(self, COUNT: gl.constexpr, RANK: gl.constexpr):
+        """Return shared memory as float32 [.., COUNT, tile_tokens, sums_per_group]; without COUNT if RANK is 2."""
         cfg: gl.constexpr = self.cfg
-        return self.vector(cfg.sums_at, cfg.num_sums, cfg.words_per_step * step + GROUP, layout)
+        S: gl.constexpr = cfg.sums_per_group
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=4 * S, element_bitwidth=32, rank=RANK)
+        num_views: gl.constexpr = cfg.room_steps * 32 // S // COUNT
+        if RANK == 2:
+            return reinterpret(self.steps, gl.float32, [num_views, cfg.tile_tokens, S], layout)
+        else:
+            return reinterpret(self.steps, gl.float32, [num_views, COUNT, cfg.tile_tokens, S], layout)
+
+    @gluon.jit
+    def fetch_sums(self, tile, FIRST: gl.constexpr, REST: gl.constexpr):
+        """Load the sums of REST groups of steps from FIRST on, 0 where there are none: a power of two of them at once."""
+        cfg: gl.constexpr = self.cfg
+        S: gl.constexpr = cfg.sums_per_group
+        T: gl.constexpr = cfg.tile_tokens
+        BEGIN: gl.constexpr = cfg.sums_at * 32 // S + FIRST
+        COUNT: gl.constexpr = power_within(REST, BEGIN)
+        num_steps: gl.constexpr = cfg.num_steps
+        EACH: gl.constexpr = 2 // cfg.words_per_step
+        lay: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 32 // S, S], [gl.num_warps(), 1, 1], [2, 1, 0])
+        group = FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+        token = tile.token + gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
+        j = gl.arange(0, S, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
+        place = group * cfg.zeros_per_group + j
+        inside = (token < tile.token_end) & (j < cfg.zeros_per_group) & (place < num_steps * cfg.words_per_step)
+        at = self.sums + token.to(gl.int64) * (2 * num_steps) + place * EACH
+        x = gl.load(at, mask=inside, other=0.0)
+        if EACH == 2:
+            x += gl.load(at + 1, mask=inside, other=0.0)
+        self.sum_views(COUNT, 3).index(BEGIN // COUNT).store(x)
+        if REST > COUNT:
+            self.fetch_sums(tile, FIRST + COUNT, REST - COUNT)
 
     @gluon.jit
     def fetch(self, tile):
@@ -96,31 +128,25 @@ class Tokens:
         slabs = reinterpret(self.steps, gl.float8e4nv, [num_slabs, SLAB, cfg.tile_tokens, 128], layout)
         copy_slabs(self.values, slabs, tile, cfg, 128)
         if not cfg.is_l1:
-            num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
-            self.fetch_vectors(self.factors, tile, cfg.factors_at, cfg.num_k_groups, num_groups, 1)
+            self.fetch_factors(tile)
         if cfg.has_zeros:
-            num_sums: gl.constexpr = cfg.words_per_step * cfg.num_steps
-            self.fetch_vectors(self.sums, tile, cfg.sums_at, cfg.num_sums, num_sums, 2 // cfg.words_per_step)
+            self.fetch_sums(tile, 0, cfg.num_groups)
         async_copy.wait_group(0)
         fence_async_shared()
         role_barrier()
 
     @gluon.jit
-    def fetch_vectors(
-        self, pointer, tile, FIRST_STEP: gl.constexpr, ROOM: gl.constexpr, COUNT: gl.constexpr, EACH: gl.constexpr
-    ):
-        """Load COUNT numbers of each token, each the sum of EACH neighbours, into vectors, K outermost."""
-        T: gl.constexpr = self.cfg.tile_tokens
+    def fetch_factors(self, tile):
+        """Load the tokens' factors, K outermost."""
+        cfg: gl.constexpr = self.cfg
+        num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
         over_tokens: gl.constexpr = min(gl.num_warps(), 4)
         lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps() // over_tokens, over_tokens], [0, 1])
-        g = gl.arange(0, ROOM, gl.SliceLayout(1, lay))[:, None]
-        token = tile.token + gl.arange(0, T, gl.SliceLayout(0, lay))[None, :]
-        mask = (token < tile.token_end) & (g < COUNT)
-        at = pointer + (token.to(gl.int64) * COUNT + g) * EACH
-        x = gl.load(at, mask=mask, other=0.0)
-        if EACH == 2:
-            x += gl.load(at + 1, mask=mask, other=0.0)
-        self.vectors(FIRST_STEP, ROOM, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(x)
+        g = gl.arange(0, cfg.num_k_groups, gl.SliceLayout(1, lay))[:, None]
+        token = tile.token + gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, lay))[None, :]
+        mask = (token < tile.token_end) & (g < num_groups)
+        x = gl.load(self.factors + token.to(gl.int64) * num_groups + g, mask=mask, other=0.0)
+        self.group_factors(gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(x)
 
     @gluon.jit
     def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
@@ -203,6 +229,12 @@ class Fp8Tokens:
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
         steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_steps, T, 64], layout)
         return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
+
+
+@gluon.constexpr_function
+def power_within(count, place):
+    """Return the largest power of two that isn't larger than a count and divides a place."""
+    return min(1 << (count.bit_length() - 1), place & -place)
 
 
 @gluon.constexpr_function

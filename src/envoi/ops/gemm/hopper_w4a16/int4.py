@@ -1,6 +1,6 @@
 """INT4 weights in fragment order (`envoi.quant.fragments`) on the device: widening to E4M3 and to bf16, in Gluon.
 
-A nibble is a code of `envoi.quant.int4.to_codes`.
+Without zero points a nibble is a code of `envoi.quant.int4.to_codes`; with them it is the integer itself.
 """
 
 import triton.experimental.gluon.language as gl
@@ -8,61 +8,81 @@ from triton.experimental import gluon
 
 from envoi.ops.gemm.hopper_w4a16.fragments import by_thread, each_pair, each_word
 
-# As E4M3_CODE, of INT4's q - 8 (`envoi.quant.int4.to_codes`): a nibble 2 m | s becomes the byte of m, or of -m - 1
-# where s is 1, times 2^-8: up to 16 times 2^-9, E4M3 is linear. Bytes don't carry.
+# As E4M3_CODE, of INT4 without zero points (`envoi.quant.int4.to_codes`): a nibble 2 m | s becomes the byte of m, or of
+# -m - 1 where s is 1, times 2^-8: up to 16 times 2^-9, E4M3 is linear. Bytes don't carry.
 INT4_CODE = gl.constexpr(
     "{ .reg .b32 a, b; and.b32 a, $2, 0x01010101; and.b32 b, $2, 0x0E0E0E0E; shr.u32 $1, $2, 4; "
     "mad.lo.u32 $0, a, 0x82, b; and.b32 a, $1, 0x01010101; and.b32 b, $1, 0x0E0E0E0E; mad.lo.u32 $1, a, 0x82, b; }"
 )
-
-
-INT4_UP = gl.constexpr(8.0)  # what sums of these have yet to be multiplied by, more than those of MXFP4
-EIGHT = gl.constexpr(8.0 + 2**23)
+# The same of q - 7.5, from q itself: the byte is 2 q - 15 in sign and magnitude. With the three low bits of q shifted by
+# one, that is 01 from 8 on, and below 8F, where they are complemented: xor.
+MIDDLE_CODE = gl.constexpr(
+    "{ .reg .b32 a, m; shr.u32 a, $2, 3; prmt.b32 m, $2, 0, 0xBA98; lop3.b32 m, m, 0x8E8E8E8E, 0x01010101, 0xAE; "
+    "lop3.b32 $1, a, 0x0E0E0E0E, m, 0x6A; and.b32 m, a, 0x01010101; mad.lo.u32 m, m, 0xFFFFFF72, 0x8F8F8F8F; "
+    "shl.b32 a, $2, 1; lop3.b32 $0, a, 0x0E0E0E0E, m, 0x6A; }"
+)
+INT4_UP = gl.constexpr(8.0)  # what sums of both have yet to be multiplied by, more than those of MXFP4
+MIDDLE = gl.constexpr(7.5 + 2**15)
 
 
 @gluon.jit
-def int4_to_e4m3(words, dot: gl.constexpr):
-    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1: (q - 8) * 2^-8."""
+def int4_to_e4m3(words, HAS_ZEROS: gl.constexpr, dot: gl.constexpr):
+    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-8.
+
+    Of weights with zero points it is q - 7.5: see `less_zeros`.
+    """
     warps: gl.constexpr = gl.num_warps()
+    code: gl.constexpr = MIDDLE_CODE if HAS_ZEROS else INT4_CODE
     x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
     first, second = gl.inline_asm_elementwise(
-        INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        code, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
     return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.constexpr_function
 def added_code(byte):
-    """PTX of 2^23 plus a byte of $1, as float32."""
-    return f"prmt.b32 $0, $1, 0x4B000000, {0x7650 + byte:#x};"
+    """PTX of 2^15 plus a byte of $1, as float32."""
+    return f"prmt.b32 $0, $1, 0x47000000, {0x7604 + 16 * byte:#x};"
 
 
 @gluon.jit
-def eight_less_zeros(zeros, BLOCK: gl.constexpr, rows: gl.constexpr):
-    """Return 8 less the zero points of a pair's rows, bytes 2 * BLOCK and the next of a word: float32 [16 * warps]."""
+def two_factors(word, HALF: gl.constexpr):
+    """Return the two factors of a pair's word, in float32. HALF: they are fp16, not bf16."""
+    if HALF:
+        return (
+            word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32),
+            (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32),
+        )
+    else:
+        HIGH: gl.constexpr = -0x10000
+        return (word << 16).to(gl.float32, bitcast=True), (word & HIGH).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def less_zeros(zeros, word, HALF: gl.constexpr):
+    """Return 7.5 less the zero points of a pair's two rows, times their factors, float32 [16 * warps, 4].
+
+    zeros: two bytes of int32 [8 * warps, 4], and the word of their factors, one for each of the pair's four threads.
+    """
     warps: gl.constexpr = gl.num_warps()
-    code0: gl.constexpr = added_code(2 * BLOCK)
-    code1: gl.constexpr = added_code(2 * BLOCK + 1)
+    code0: gl.constexpr = added_code(0)
+    code1: gl.constexpr = added_code(1)
     first = gl.inline_asm_elementwise(code0, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
     second = gl.inline_asm_elementwise(code1, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
-    x = gl.join(EIGHT - first, EIGHT - second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
-    return gl.convert_layout(x, rows, assert_trivial=True)
+    f0, f1 = two_factors(word, HALF)
+    x = gl.join((MIDDLE - first) * f0, (MIDDLE - second) * f1).reshape([warps, 8, 4, 2])
+    return x.permute([0, 3, 1, 2]).reshape([16 * warps, 4])
 
 
 @gluon.jit
 def int4_factors(word, rows: gl.constexpr, HALF: gl.constexpr):
     """Return the two factors of a pair's word, one each row: float32 [16 * warps]. HALF: they are fp16, not bf16."""
     warps: gl.constexpr = gl.num_warps()
-    if HALF:
-        first = word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        second = (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        x = gl.join(first, second)
-    else:
-        HIGH: gl.constexpr = -0x10000
-        x = gl.join((word << 16).to(gl.float32, bitcast=True), (word & HIGH).to(gl.float32, bitcast=True))
-    x = x.reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
+    first, second = two_factors(word, HALF)
+    x = gl.join(first, second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
     return gl.convert_layout(x, rows, assert_trivial=True)
 
 
@@ -89,19 +109,23 @@ def int4_code(per_step, half, has_zeros):
                 lines.append(f"prmt.b32 f{block}, {word}, 0, {(0x1010, 0x3232)[row]:#x};")
         for k16 in range(2):
             word = f"${16 + 8 * k16 + 2 * row}"
-            # From codes to q, but for the highest bit.
-            lines.append(f"and.b32 t, {word}, 0x11111111; mul.lo.u32 t, t, 15; shr.u32 x, {word}, 1;")
-            lines.append("lop3.b32 x, x, 0x77777777, t, 0x6A;")
+            if not has_zeros:  # from codes to q, but for the highest bit
+                lines.append(f"and.b32 t, {word}, 0x11111111; mul.lo.u32 t, t, 15; shr.u32 x, {word}, 1;")
+                lines.append("lop3.b32 x, x, 0x77777777, t, 0x6A;")
             for block in range(2):
                 for k8 in range(2):
                     shift = 4 * block + 8 * k8
                     out = f"${8 * block + 4 * k16 + 2 * k8 + row}"
-                    lines.append(f"shr.u32 v, x, {shift};" if shift else "mov.b32 v, x;")
-                    lines.append("and.b32 v, v, 0x000F000F; xor.b32 v, v, 0x43084308; mov.b32 z, 0x43084308;")
+                    taken = word if has_zeros else "x"
+                    lines.append(f"shr.u32 v, {taken}, {shift};" if shift else f"mov.b32 v, {taken};")
                     if has_zeros:
                         place = row + 2 * block * (per_step - 1)
+                        lines.append("lop3.b32 v, v, 0x000F000F, 0x43004300, 0xEA;")
                         lines.append(f"bfe.u32 z, $80, {8 * place}, 8; mad.lo.u32 z, z, 0x00010001, 0x43004300;")
-                    lines.append("sub.rn.bf16x2 v, v, z;")
+                        lines.append("sub.rn.bf16x2 v, v, z;")
+                    else:
+                        lines.append("and.b32 v, v, 0x000F000F; xor.b32 v, v, 0x43084308; mov.b32 z, 0x43084308;")
+                        lines.append("sub.rn.bf16x2 v, v, z;")
                     if half:
                         lines.append(f"mul.rn.bf16x2 t, v, g{block}; fma.rn.bf16x2 {out}, v, f{block}, t;")
                     else:

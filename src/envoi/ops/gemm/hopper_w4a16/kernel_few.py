@@ -37,8 +37,8 @@ from envoi.epilogues.device import plus
 from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
-from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
-from envoi.ops.gemm.hopper_w4a16.int4 import INT4_UP, eight_less_zeros, int4_factors, int4_to_e4m3
+from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, each_thread_layout, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import INT4_UP, int4_factors, int4_to_e4m3, less_zeros
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
@@ -195,7 +195,7 @@ def issue_step(held, tokens, step, zero):
     if cfg.int4 is None:
         w0, w1 = to_e4m3(held.words, dot)
     else:
-        w0, w1 = int4_to_e4m3(held.words, dot)
+        w0, w1 = int4_to_e4m3(held.words, cfg.has_zeros, dot)
     if cfg.shares_factors:
         p = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
         p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
@@ -250,44 +250,55 @@ def finish_step(acc, products, factors, second, tokens, step):
 
 
 @gluon.jit
-def finish_step_with_zeros(acc, products, factors, second, zeros, tokens, step):
-    """Run `finish_step` for weights q with zero points: of their products, which are of q - 8, the rest is added.
+def start_zeros(acc, words, zeros, tokens, group):
+    """Start to add what is missing of a group of steps' products, which are of q - 7.5, where q has zero points.
 
-        sum of (q - zero) * x = sum of (q - 8) * x + (8 - zero) * sum of x
+        sum of (q - zero) * x = sum of (q - 7.5) * x + (7.5 - zero) * sum of x
 
-    That costs an instruction for each sum, and what widens q - 8 needs half of what q - zero would.
+    The latter over all groups of columns is a product as well, of few of K, in TF32: 11 bits of each factor. Each of a
+    pair's four threads has the zero points and factors of every fourth group, as that operand's layout is.
+    words: of factors, in order. zeros: as `Place.load_zeros` has them.
     """
     cfg: gl.constexpr = tokens.cfg
-    num_words: gl.constexpr = cfg.words_per_step
-    mma: gl.constexpr = acc.type.layout
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
-    columns: gl.constexpr = gl.SliceLayout(0, mma)
+    warps: gl.constexpr = gl.num_warps()
     half: gl.constexpr = cfg.int4.half
-    f0 = int4_factors(factors, rows, half)
-    less0, sum0 = eight_less_zeros(zeros, 0, rows)[:, None], tokens.sum(step, 0, columns)[None, :]
-    if num_words == 2:
-        f1 = int4_factors(second, rows, half)
-        less1, sum1 = eight_less_zeros(zeros, 1, rows)[:, None], tokens.sum(step, 1, columns)[None, :]
-    if not cfg.is_l1:
-        t0 = tokens.factor(step, 0, columns)
-        t1 = t0
-        if cfg.groups_per_step == 2:
-            t1 = tokens.factor(step, 1, columns)
-    if cfg.shares_factors:
-        p = warpgroup_mma_wait(num_outstanding=0, deps=products)
-        if not cfg.is_l1:
-            p = p * t0[None, :]
-        acc += (p + less0 * sum0) * f0[:, None]
-    else:
-        p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
-        if not cfg.is_l1:
-            p0, p1 = p0 * t0[None, :], p1 * t1[None, :]
-        if num_words == 1:
-            acc += (p0 + p1 + less0 * sum0) * f0[:, None]
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, cfg.tile_tokens, 8]
+    )
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=1)
+    num_zeros: gl.constexpr = cfg.zeros_per_group
+    num_parts: gl.constexpr = cfg.sums_per_group // 4
+    parts = ()
+    for r in gl.static_range(num_parts):
+        if 4 * r < num_zeros:
+            parts = parts + (less_zeros(zeros[r], of_thread(words, 4 * r, num_zeros), half),)
         else:
-            acc += (p0 + less0 * sum0) * f0[:, None]
-            acc += (p1 + less1 * sum1) * f1[:, None]
-    return acc
+            parts = parts + (gl.zeros_like(parts[0]),)
+    if cfg.sums_per_group == 8:
+        x = gl.join(parts[0], parts[1]).permute([0, 2, 1]).reshape([16 * warps, 8])
+    else:
+        x = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+        x = x.permute([0, 3, 2, 1]).reshape([16 * warps, 16])
+    x = gl.convert_layout(x, dot, assert_trivial=True)
+    acc = gl.convert_layout(acc, mma, assert_trivial=True)
+    return warpgroup_mma(x, tokens.sums_of(group), acc, is_async=True)
+
+
+@gluon.jit
+def of_thread(words, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Return the word of `FIRST` plus its number for each of a pair's four threads, int32 [8 * warps, 4].
+
+    words: int32 [8 * warps] each, COUNT of them; a thread without any has the FIRST one.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = each_thread_layout(warps)
+    t = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    x = gl.convert_layout(words[FIRST], gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + t * 0
+    for i in gl.static_range(1, 4):
+        if FIRST + i < COUNT:
+            other = gl.convert_layout(words[FIRST + i], gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+            x = gl.where(t == i, other, x)
+    return x
 
 
 @gluon.jit
@@ -313,25 +324,27 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
     mma: gl.constexpr = acc.type.layout
     zero = gl.zeros((rows, T), gl.float32, mma)
     ahead: gl.constexpr = U - cfg.late
-    requested = ()
+    first: gl.constexpr = cfg.zero_loads
+    requested = request_zeros(next_place, next_group, is_wanted, cfg)
+    words = ()
     for i in gl.static_range(ahead, U):
         held = held + (place.load(i, is_step(group * U + i, cfg), cfg.zero_tail),)
     if cfg.prefetches:
         next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
     for i in gl.static_range(U):
-        step, wanted, factors = group * U + i, is_wanted, held[i].factors
+        step, wanted, factors = group * U + i, is_wanted, held[first + i].factors
         if cfg.fp8:
             if num_steps % U:
                 factors = gl.where(step < num_steps, factors, 0)  # weights are 0 after the last step, in any table
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
-            acc = issue_fp8_step(acc, held[i].words, factors, tokens, within(step, cfg))
+            acc = issue_fp8_step(acc, held[first + i].words, factors, tokens, within(step, cfg))
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted, cfg.zero_tail),)
             # The next step is widened while this one's products are in flight.
             acc = warpgroup_mma_wait(num_outstanding=2 if i + 1 < U else 0, deps=(acc,))
         else:
-            products = issue_step(held[i], tokens, within(step, cfg), zero)
-            second = held[i].second
+            products = issue_step(held[first + i], tokens, within(step, cfg), zero)
+            second = held[first + i].second
             if cfg.int4 is None:
                 factors += TAME
             if num_steps % U:
@@ -343,11 +356,32 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted),)
             if cfg.has_zeros:
-                zeros = held[i].zeros
-                acc = finish_step_with_zeros(acc, products, factors, second, zeros, tokens, within(step, cfg))
-            else:
-                acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
+                words = words + (factors,)
+                if second is not None:
+                    words = words + (second,)
+                if i + 1 == U:
+                    # Under way together with the last step's products.
+                    started = start_zeros(acc, words, held, tokens, group)
+                    if cfg.shares_factors:
+                        p, acc = warpgroup_mma_wait(num_outstanding=0, deps=(products[0], started))
+                        products = (p,)
+                    else:
+                        p, p1, acc = warpgroup_mma_wait(num_outstanding=0, deps=(products[0], products[1], started))
+                        products = p, p1
+                    acc = gl.convert_layout(acc, mma, assert_trivial=True)
+            acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
     return acc, requested
+
+
+@gluon.jit
+def request_zeros(place, group, is_wanted, cfg: gl.constexpr):
+    """Return the zero points of a group of steps, whose weights are at `place`, as `start_zeros` takes them, or ()."""
+    held = ()
+    count = is_wanted * gl.minimum(cfg.zeros_per_group, (cfg.num_steps - group * cfg.unroll) * cfg.words_per_step)
+    num_loads: gl.constexpr = cfg.zero_loads
+    for r in gl.static_range(num_loads):
+        held = held + (place.load_zeros(r, count),)
+    return held
 
 
 @gluon.jit
@@ -416,7 +450,7 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
     group = begin - first * num_groups
     place = weights.at(tile.expert, tile.row_tile, group * U)
     ahead: gl.constexpr = U - cfg.late
-    held = ()
+    held = request_zeros(place, group, 1, cfg)
     for i in gl.static_range(ahead):
         held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32), cfg.zero_tail),)
     if cfg.overlaps and not cfg.waits_first:
