@@ -215,15 +215,17 @@ def few_configs(
     slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
 
     l1, l2 = hidden // 64, intermediate // 64
-    unrolls = tuple(unroll_of(num_steps, UNROLLED_FP8 if fp8 and not looks_up else UNROLLED) for num_steps in (l1, l2))
-    common = FewConfig(8, 4, l1, 0, unrolls[0], True, activation, limit, has_bias, experts, slots, fp8=fp8, looks_up=looks_up)
-    sums_hidden = forms[1] is not None and forms[1].has_zeros
+    unrolls = UNROLLED_FP8 if fp8 and not looks_up else UNROLLED
+    common = FewConfig(
+        8, 4, l1, 0, unroll_of(l1, unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
+        looks_up=looks_up, int4=forms[0], sums_hidden=forms[1] is not None and forms[1].has_zeros,
+    )  # fmt: skip
 
     def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
-        first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps, int4=forms[0], sums_hidden=sums_hidden)
+        first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps)
         second = replace(
-            first, num_steps=l2, unroll=unrolls[1], is_l1=False, activation="", limit=None, max_slots=0, int4=forms[1],
-            sums_hidden=False,
+            first, num_steps=l2, unroll=unroll_of(l2, unrolls), is_l1=False, activation="", limit=None, max_slots=0,
+            int4=forms[1], sums_hidden=False,
         )  # fmt: skip
         room = max(first.own_steps, second.own_steps)
         return replace(first, room_steps=room), replace(second, room_steps=room)

@@ -97,7 +97,7 @@ class Tokens:
 
     @gluon.jit
     def fetch_sums(self, tile, FIRST: gl.constexpr, REST: gl.constexpr):
-        """Load the sums of REST groups of steps from FIRST on, 0 where there are none: a power of two of them at once."""
+        """Load the sums of REST groups of steps from FIRST on, 0 where there are none; powers of two at once."""
         cfg: gl.constexpr = self.cfg
         S: gl.constexpr = cfg.sums_per_group
         T: gl.constexpr = cfg.tile_tokens

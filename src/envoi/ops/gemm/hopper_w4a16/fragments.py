@@ -138,7 +138,7 @@ class Place:
 
     words: gl.tensor  # int64 [32 * warps]
     factors: gl.tensor  # int64 [8 * warps]
-    # int64 [8 * warps, 4], or None: of the groups of columns that have a factor each, thread t of a pair's four reads the
+    # int64 [8 * warps, 4], or None: of the groups of columns that share a factor, thread t of a pair's four reads the
     # t-th, and every fourth from there.
     zeros: Scalar
     per_step: gl.constexpr
@@ -178,7 +178,7 @@ class Place:
 
     @gluon.jit
     def prefetch(self, step: gl.constexpr, steps: gl.constexpr, is_wanted):
-        """Ask for the weights of so many tiles along K, and what belongs to them, from `step` tiles on, in the L2 cache."""
+        """Ask for so many tiles along K, with factors and zero points, from `step` tiles on, for the L2 cache."""
         words: gl.constexpr = prefetch_code(step * 2048, steps * 2048)
         factor_bytes: gl.constexpr = 128 * self.per_step
         factors: gl.constexpr = prefetch_code(step * factor_bytes, steps * factor_bytes)

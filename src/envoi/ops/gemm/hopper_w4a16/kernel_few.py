@@ -37,7 +37,15 @@ from envoi.epilogues.device import plus
 from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
-from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, each_thread_layout, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.fragments import (
+    TAME,
+    Weights,
+    by_thread,
+    each_thread_layout,
+    either,
+    row_factors,
+    to_e4m3,
+)
 from envoi.ops.gemm.hopper_w4a16.int4 import INT4_UP, int4_factors, int4_to_e4m3, less_zeros
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
