@@ -14,8 +14,8 @@ INT4_CODE = gl.constexpr(
     "{ .reg .b32 a, b; and.b32 a, $2, 0x01010101; and.b32 b, $2, 0x0E0E0E0E; shr.u32 $1, $2, 4; "
     "mad.lo.u32 $0, a, 0x82, b; and.b32 a, $1, 0x01010101; and.b32 b, $1, 0x0E0E0E0E; mad.lo.u32 $1, a, 0x82, b; }"
 )
-# The same of q - 7.5, from q itself: the byte is 2 q - 15 in sign and magnitude. That is the three low bits of q, shifted
-# by one, xor 01 from 8 on, and xor 8F below, where they are complemented.
+# The same of q - 7.5, from q itself: the byte is 2 q - 15 in sign and magnitude. That is the three low bits of q,
+# shifted by one, xor 01 from 8 on, and xor 8F below, where they are complemented.
 MIDDLE_CODE = gl.constexpr(
     "{ .reg .b32 a, m; shr.u32 a, $2, 3; prmt.b32 m, $2, 0, 0xBA98; lop3.b32 m, m, 0x8E8E8E8E, 0x01010101, 0xAE; "
     "lop3.b32 $1, a, 0x0E0E0E0E, m, 0x6A; and.b32 m, a, 0x01010101; mad.lo.u32 m, m, 0xFFFFFF72, 0x8F8F8F8F; "
@@ -52,13 +52,12 @@ def added_code(byte):
 def two_factors(word, HALF: gl.constexpr):
     """Return the two factors of a pair's word, in float32. HALF: they are fp16, not bf16."""
     if HALF:
-        return (
-            word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32),
-            (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32),
-        )
+        first = word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        second = (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
     else:
         HIGH: gl.constexpr = -0x10000
-        return (word << 16).to(gl.float32, bitcast=True), (word & HIGH).to(gl.float32, bitcast=True)
+        first, second = (word << 16).to(gl.float32, bitcast=True), (word & HIGH).to(gl.float32, bitcast=True)
+    return first, second
 
 
 @gluon.jit
