@@ -162,7 +162,7 @@ def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> ExpertWe
 
 def test_what_the_kernels_for_few_tokens_take():
     assert why_not_decode_mx(layer(), 4) == ""
-    assert decode_mx_pays(layer(), 8 * 20, 1) and not decode_mx_pays(layer(), 8 * 20 + 1, 1)
+    assert decode_mx_pays(layer(), 8 * 16, 1) and not decode_mx_pays(layer(), 8 * 16 + 1, 1)
     assert why_not_decode_mx(layer(), few.MAX_TOPK + 1) == "too many experts"
     assert why_not_decode_mx(layer(MAX_EXPERTS + 1, hidden=64, intermediate=64), 1) == "too many experts"
     assert why_not_decode_mx(layer(1, hidden=16384, intermediate=64), 1) == "tokens too wide for shared memory"

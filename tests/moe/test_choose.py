@@ -39,7 +39,7 @@ BOUNDARIES = [
     ("fp8_block128", 32, DECODE), ("fp8_block128", 32 + 1, ONE_LAUNCH),
     ("fp8_block128", 256 * 32, ONE_LAUNCH), ("fp8_block128", 256 * 32 + 1, hopper("hopper", in_pairs=True)),
     ("fp8_block128", 768 * 32 - 1, hopper("hopper", in_pairs=True)), ("fp8_block128", 768 * 32, ONE_LAUNCH),
-    ("mxfp4", 20 * 32, DECODE_MX), ("mxfp4", 20 * 32 + 1, W4A16),
+    ("mxfp4", 16 * 32, DECODE_MX), ("mxfp4", 16 * 32 + 1, W4A16),
     ("mxfp4_fp8", 6 * 32, DECODE_MX), ("mxfp4_fp8", 6 * 32 + 1, W4A8),
     ("mxfp8", 1, MX), ("mxfp4_mxfp8", 4096, MX), ("nvfp4", 1, W4A16), ("nvfp4", 4096, W4A16),
 ]  # fmt: skip

@@ -128,7 +128,7 @@ CASES = (
         Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)
         for name, form in INT4_FORMS.items()
         for kind, num_tokens, sizes in INT4_CASES
-        if not name or num_tokens in (16, 512)
+        if not name or num_tokens in (16, 512) or (name in ("-gptq", "-awq") and num_tokens == 64)
     ),
 )
 

@@ -17,6 +17,7 @@ SM_WARPS = 16  # that 128 registers a thread leave room for
 # where they are wide fewer CTAs fit, of more warps. Tiles of 16 by 4 warps are slower.
 TILES = (16, 8), (16, 16), (8, 4), (8, 8), (8, 16)
 LATE = 2  # steps of five, in tiles of 16
+LATE_INT4 = {(1, True): 1, (1, False): 1, (2, True): 3, (2, False): 2}  # by words of factors a step, and whether L1
 SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16
 RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go to reductions
 
@@ -76,11 +77,6 @@ class FewConfig(Constant):
     def words_per_step(self) -> int:
         """Return the words of factors that a pair of rows has in a step."""
         return 1 if self.int4 is None else self.int4.per_step
-
-    @property
-    def holds_more(self) -> bool:
-        """Return True if there would be spills if no step less were requested a group earlier."""
-        return self.is_l1 and self.words_per_step == 2 and not self.has_zeros
 
     @property
     def shares_factors(self) -> bool:
@@ -242,7 +238,7 @@ def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
     is_short: so few slots that a CTA has few groups.
     """
     wide = config.tile_tokens == 16
-    if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
-        return replace(config, late=LATE + config.holds_more)
+    if wide and not config.fp8 and not config.has_zeros and config.unroll == 5 and config.num_steps % 5 == 0:
+        return replace(config, late=LATE if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1])
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not is_short)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from envoi.epilogues.device import divide, group_amax
+from envoi.ops.gemm.hopper_w4a16.int4 import to_tf32
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
@@ -115,7 +116,7 @@ class Tokens:
         x = gl.load(at, mask=inside, other=0.0)
         if EACH == 2:
             x += gl.load(at + 1, mask=inside, other=0.0)
-        self.sum_views(COUNT, 3).index(BEGIN // COUNT).store(x)
+        self.sum_views(COUNT, 3).index(BEGIN // COUNT).store(to_tf32(x))
         if REST > COUNT:
             self.fetch_sums(tile, FIRST + COUNT, REST - COUNT)
 

@@ -178,16 +178,12 @@ class Place:
 
     @gluon.jit
     def prefetch(self, step: gl.constexpr, steps: gl.constexpr, is_wanted):
-        """Ask for so many tiles along K, with factors and zero points, from `step` tiles on, for the L2 cache."""
+        """Ask for the weights and factors of so many tiles along K, from `step` tiles further on, for the L2 cache."""
         words: gl.constexpr = prefetch_code(step * 2048, steps * 2048)
         factor_bytes: gl.constexpr = 128 * self.per_step
         factors: gl.constexpr = prefetch_code(step * factor_bytes, steps * factor_bytes)
         gl.inline_asm_elementwise(words, "=&r,l,r", [self.words, is_wanted], gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(factors, "=&r,l,r", [self.factors, is_wanted], gl.int32, is_pure=False, pack=1)
-        if self.zeros is not None:
-            zero_bytes: gl.constexpr = 64 * self.per_step
-            zeros: gl.constexpr = prefetch_code(step * zero_bytes, steps * zero_bytes)
-            gl.inline_asm_elementwise(zeros, "=&r,l,r", [self.zeros, is_wanted], gl.int32, is_pure=False, pack=1)
 
     @gluon.jit
     def advance(self, steps: gl.constexpr):

@@ -61,6 +61,13 @@ def two_factors(word, HALF: gl.constexpr):
 
 
 @gluon.jit
+def to_tf32(x):
+    """Return x so that cutting its last 13 bits off, as wgmma does, rounds to nearest. NaN may become anything."""
+    HALF_OF_LAST: gl.constexpr = 0x1000
+    return (x.to(gl.int32, bitcast=True) + HALF_OF_LAST).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def less_zeros(zeros, word, HALF: gl.constexpr):
     """Return 7.5 less the zero points of a pair's two rows, times their factors, float32 [16 * warps, 4].
 
@@ -72,7 +79,7 @@ def less_zeros(zeros, word, HALF: gl.constexpr):
     first = gl.inline_asm_elementwise(code0, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
     second = gl.inline_asm_elementwise(code1, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
     f0, f1 = two_factors(word, HALF)
-    x = gl.join((MIDDLE - first) * f0, (MIDDLE - second) * f1).reshape([warps, 8, 4, 2])
+    x = gl.join(to_tf32((MIDDLE - first) * f0), to_tf32((MIDDLE - second) * f1)).reshape([warps, 8, 4, 2])
     return x.permute([0, 3, 1, 2]).reshape([16 * warps, 4])
 
 

@@ -264,7 +264,8 @@ def start_zeros(acc, words, zeros, tokens, group):
         sum of (q - zero) * x = sum of (q - 7.5) * x + (7.5 - zero) * sum of x
 
     The latter over all groups of columns is a product as well, of few of K, in TF32: 11 bits of each factor. Each of a
-    pair's four threads has the zero points and factors of every fourth group, as that operand's layout is.
+    pair's four threads has the zero points and factors of every fourth group, as that operand's layout is. A factor of
+    weights or of tokens that is NaN makes the other products NaN.
     words: of factors, in order. zeros: as `Place.load_zeros` has them.
     """
     cfg: gl.constexpr = tokens.cfg
