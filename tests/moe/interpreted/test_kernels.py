@@ -35,6 +35,22 @@ def test_one_expert_of_many_takes_all():
         judge_sorted(ids, 9)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (37, 3, 3), (150, 16, 4), (40, 130, 8)])
+def test_many_slots_are_counted_before_they_are_placed(tokens, experts, k, monkeypatch):
+    monkeypatch.setattr(permute_kernels, "COUNT_SLOTS", 0)
+    monkeypatch.setattr(permute_kernels, "CHUNK_SLOTS", 32)
+    monkeypatch.setattr(permute_kernels, "COUNTS_AT_ONCE", 512)
+    judge_sorted(random_ids(tokens, experts, k, tokens), experts)
+    judge_sorted(random_ids(tokens, experts, k, tokens).long() + 2**33 * (tokens % 2), experts)
+    judge_sorted(torch.full((tokens, k), experts - 1, dtype=torch.int32), experts)
+    judge_sorted(torch.full((tokens, k), -1, dtype=torch.int32), experts)
+
+
+def test_a_chunk_that_one_expert_has_alone_is_counted(monkeypatch):
+    monkeypatch.setattr(permute_kernels, "COUNT_SLOTS", 0)
+    judge_sorted(torch.full((2100, 4), 2, dtype=torch.int32), 4)
+
+
 def test_ids_and_weights_are_read_as_they_are():
     ids = random_ids(9, 5, 3, 0)
     wide = torch.where(ids < 0, 2**32 + 1, ids.long())  # no expert, though its lower half is one

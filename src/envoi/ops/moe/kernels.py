@@ -3,6 +3,8 @@
 """Triton kernels around the experts' GEMMs: move, quantise and sum rows. No size is copied to the host.
 
     sort_kernel       topk_ids -> offsets, slot_to_pos              programs for each expert and chunk of the slots
+    count_kernel      topk_ids -> experts' slots in each chunk      a program for each chunk of the slots
+    place_kernel      those -> what sort_kernel stores              programs for each few experts and chunk of the slots
     gather_kernel     tokens -> rows by expert, quantised           a program for each token and part of its columns
     quantize_kernel   bf16 rows -> quantised                        programs for each part of its columns
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
@@ -21,6 +23,7 @@ from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+PLACED: tl.constexpr = tl.constexpr(4)  # experts that a program of `place_kernel` places, see there
 
 
 @triton.jit
@@ -47,6 +50,50 @@ def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: t
         upto = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(slot_to_pos + slots, tl.where(own < num_experts, pos + upto - 1, -1), mask=mine & (slots < num_slots))
         pos += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def count_kernel(topk_ids, counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Store how many slots of chunk c, BLOCK of them, each expert has, counts [chunks, EXPERTS]: program c.
+
+    EXPERTS: more than num_experts, in whose column masked slots are counted.
+    """
+    chunk = tl.program_id(0)
+    e = experts_at(topk_ids, chunk * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts)
+    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(e, EXPERTS))
+
+
+@triton.jit
+def place_kernel(
+    topk_ids, counts, offsets, slot_to_pos, num_slots, num_experts, num_chunks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Store offsets, and the rows of the slots in chunk c of PLACED experts from p * PLACED on: program (p, c).
+
+    Expert num_experts stands for masked slots, whose row is -1. CHUNKS: counts of so many chunks are loaded at once.
+    """
+    first, chunk = tl.program_id(0) * PLACED, tl.program_id(1)
+    experts = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)  # in chunks before this one
+    for next_chunk in range(0, num_chunks, CHUNKS):
+        c = next_chunk + tl.arange(0, CHUNKS)[:, None]
+        found = tl.load(counts + c * EXPERTS + experts[None, :], mask=c < num_chunks, other=0)
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where(c < chunk, found, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    if (first == 0) & (chunk == 0):
+        tl.store(offsets + experts, begin, mask=experts <= num_experts)
+    slots = chunk * BLOCK + tl.arange(0, BLOCK)
+    e = experts_at(topk_ids, slots, num_slots, num_experts)
+    # One scan ranks the slots of all PLACED experts: 16 bits of a number for each.
+    mine = (e >= first) & (e < first + PLACED)
+    shift = tl.where(mine, 16 * (e - first), 0).to(tl.int64)
+    upto = (tl.cumsum(tl.where(mine, tl.cast(1, tl.int64) << shift, 0), 0) >> shift).to(tl.int32) & 0xFFFF
+    pos = upto - 1
+    for i in tl.static_range(PLACED):
+        pos += tl.where(e == first + i, tl.sum(tl.where(experts == first + i, begin + before, 0), 0), 0)
+    tl.store(slot_to_pos + slots, tl.where(e < num_experts, pos, -1), mask=mine & (slots < num_slots))
 
 
 @triton.jit
@@ -130,7 +177,7 @@ def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.con
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
         pos = tl.load(slot_to_pos + m * K + s)
-        total += widen(
-            tl.load(rows + pos.to(tl.int64) * width + columns, mask=(columns < width) & (pos >= 0), other=0.0)
-        )
+        # Rows that L2 has just stored are in the cache; what is read, and never again, is to make room first.
+        at, mask = rows + pos.to(tl.int64) * width + columns, (columns < width) & (pos >= 0)
+        total += widen(tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"))
     tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)

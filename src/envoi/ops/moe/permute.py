@@ -25,6 +25,10 @@ KERNELS = "envoi.ops.moe.kernels"
 # Slots that a program of the sort reads at once, for up to so many slots in all.
 SORT_BLOCKS = ((512, 512), (1024, 4096), (4096, 1 << 31))
 MAX_SORT_CHUNKS, MAX_SORT_PROGRAMS = 8, 512  # every program reads all ids
+COUNT_SLOTS = 16384  # slots beyond which experts are counted first: then programs read only their chunk's ids
+CHUNK_SLOTS = 4096  # slots of such a chunk, at most 65535
+PLACED = 4  # experts that a program places: `kernels.PLACED`
+COUNTS_AT_ONCE = 4096  # of chunks and experts, that a program loads at once
 MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
 MAX_SUM_COLUMNS = 1024  # columns of a token that one program sums
 MAX_QUANTIZE_ROWS = 4096  # programs along the rows
@@ -47,7 +51,11 @@ class RowMap:
 def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
     """Find the row of each slot: topk_ids [M, k] int32. Slots whose id is no expert get none."""
     row_map = empty_row_map(topk_ids, num_experts)
-    launch_kernel(KERNELS, "sort_kernel", sort_arguments(topk_ids, row_map))
+    if topk_ids.numel() <= COUNT_SLOTS:
+        launch_kernel(KERNELS, "sort_kernel", sort_arguments(topk_ids, row_map))
+    else:
+        for kernel, call in zip(("count_kernel", "place_kernel"), counted_arguments(topk_ids, row_map), strict=True):
+            launch_kernel(KERNELS, kernel, call)
     return row_map
 
 
@@ -94,6 +102,19 @@ def sort_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> Launch:
     chunks = max(1, min(MAX_SORT_CHUNKS, -(-num_slots // block), MAX_SORT_PROGRAMS // (num_experts + 1)))
     arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block
     return Launch((num_experts + 1, chunks), arguments, {"num_warps": 4})
+
+
+def counted_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> tuple[Launch, Launch]:
+    """Build the launches of `count_kernel` and `place_kernel`."""
+    num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
+    experts, chunks = next_power_of_2(num_experts + 1), -(-num_slots // CHUNK_SLOTS)
+    counts = torch.empty(chunks, experts, dtype=torch.int32, device=topk_ids.device)
+    ids, sizes = topk_ids.contiguous(), (num_slots, num_experts)
+    count = ids, counts, *sizes, CHUNK_SLOTS, experts
+    at_once = min(next_power_of_2(chunks), max(1, COUNTS_AT_ONCE // experts))
+    place = ids, counts, row_map.offsets, row_map.slot_to_pos, *sizes, chunks, CHUNK_SLOTS, experts, at_once
+    options = {"num_warps": 8}
+    return Launch((chunks,), count, options), Launch((-(-(num_experts + 1) // PLACED), chunks), place, options)
 
 
 def gather_arguments(
