@@ -77,6 +77,22 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
     assert chosen.wide_tail_tiles == wide
 
 
+# Times in us on an H200 of both GEMMs of experts by tiles of 64 x 256 and of 128 x 128, all in turns, routed at random:
+# notes/2026-11-around-gemms.md, "Tiles of 64 tokens in bf16". Tokens of all experts, features and K of the first.
+@pytest.mark.parametrize(
+    ("M", "N", "K", "experts", "low", "square"),
+    [(16384, 1536, 2048, 128, 362, 390), (65536, 1536, 2048, 128, 914, 1000), (262144, 1536, 2048, 128, 3570, 3780),
+     (12288, 4096, 4096, 32, 945, 994), (49152, 4096, 4096, 32, 3335, 3431)],
+)  # fmt: skip
+def test_experts_rows_in_bf16_have_tiles_of_64_where_they_were_faster(M, N, K, experts, low, square):
+    for n, k in ((N, K), (K, N // 2)):
+        chosen = default_config(Problem(M, n, k, 2, experts), STORE, NUM_SMS)
+        assert chosen is not None
+        assert (chosen.block_m == 64) == (low < square)
+        plain = default_config(Problem(M, n, k, 2), STORE, NUM_SMS)
+        assert plain is not None and plain.block_m > 64
+
+
 # The last tokens' tile
 
 TWO_HIGH, TALL, SWAPPED, THREE_HIGH = (
