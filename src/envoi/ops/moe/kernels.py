@@ -56,11 +56,15 @@ def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: t
 def count_kernel(topk_ids, counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Store how many slots of chunk c, BLOCK of them, each expert has, counts [chunks, EXPERTS]: program c.
 
-    EXPERTS: more than num_experts, in whose column masked slots are counted.
+    EXPERTS: num_experts or more; the columns from num_experts on are 0.
     """
     chunk = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
     e = experts_at(topk_ids, chunk * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts)
-    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(e, EXPERTS))
+    is_masked = e == num_experts  # counted for expert 0, and then taken off
+    found = tl.histogram(tl.where(is_masked, 0, e), EXPERTS)
+    found -= tl.where(experts == 0, tl.sum(is_masked.to(tl.int32), 0), 0)
+    tl.store(counts + chunk * EXPERTS + experts, found)
 
 
 @triton.jit
@@ -83,7 +87,8 @@ def place_kernel(
         before += tl.sum(tl.where(c < chunk, found, 0), 0)
     begin = tl.cumsum(total, 0) - total
     if (first == 0) & (chunk == 0):
-        tl.store(offsets + experts, begin, mask=experts <= num_experts)
+        tl.store(offsets + experts, begin, mask=experts < num_experts)
+        tl.store(offsets + num_experts, tl.sum(total, 0))
     slots = chunk * BLOCK + tl.arange(0, BLOCK)
     e = experts_at(topk_ids, slots, num_slots, num_experts)
     # One scan ranks the slots of all PLACED experts: 16 bits of a number for each.
@@ -170,14 +175,13 @@ def quantize_kernel(
 
 
 @triton.jit
-def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum a token's rows in slot order, in float32, rounded once."""
+def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    """Sum a token's rows in slot order, in float32, rounded once. EVICTION: how long the L2 cache keeps what is read."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
         pos = tl.load(slot_to_pos + m * K + s)
-        # Rows that L2 has just stored are in the cache; what is read, and never again, is to make room first.
         at, mask = rows + pos.to(tl.int64) * width + columns, (columns < width) & (pos >= 0)
-        total += widen(tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"))
+        total += widen(tl.load(at, mask=mask, other=0.0, eviction_policy=EVICTION))
     tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)

@@ -143,8 +143,22 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     if problem.scaled:
         token_columns = config.block_y if config.swap_ab else 0
         added = (costs.scaled_block + costs.scaled_column * token_columns) * config.block_k / 128
+    if lines := _lines_outside_halves(problem, config, row_bytes):
+        outside = lines * num_sms / costs.outside_lines  # one multiprocessor fills a share of what all fill
     whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    if lines:
+        whole += (low - whole) / cdiv(problem.N, config.block_n)
     return factor * (whole + added), factor * (low + added)
+
+
+def _lines_outside_halves(problem: Problem, config: Config, row_bytes: int) -> float:
+    """Return the lines of an expert's last box of weights that are outside of their half.
+
+    Rows after a matrix that a box has as one are the next expert's. Of few tokens it wasn't measured.
+    """
+    if not problem.in_halves or not _shares_weights(problem):
+        return 0.0
+    return 2 * (-(problem.N // 2) % (config.block_n // 2)) * row_bytes / 128
 
 
 def _busy_groups(problem: Problem) -> float:
