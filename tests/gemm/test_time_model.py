@@ -8,8 +8,8 @@ import pytest
 
 from bench.shapes import GemmShape, GroupedShape
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
-from envoi.runtime.kernel_case import NUM_SMS
 from envoi.tune import problems
+from tools.kernel_cases import NUM_SMS
 from tools.time_models import gemm as program
 from tools.time_models.fit import fit, held_out_regret, mean_regret, regret, report
 
