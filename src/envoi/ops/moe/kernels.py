@@ -176,7 +176,7 @@ def quantize_kernel(
 
 @triton.jit
 def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
-    """Sum a token's rows in slot order, in float32, rounded once. EVICTION: how long the L2 cache keeps what is read."""
+    """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
