@@ -119,4 +119,4 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf .venv .venv-* .triton-* .transformers-* dist build site .pytest_cache .ruff_cache .hypothesis demo.png
+	rm -rf .venv .venv-* .triton-* .transformers-* dist build site .pytest_cache .ruff_cache demo.png

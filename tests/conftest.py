@@ -57,14 +57,14 @@ def tidy_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Collect only interpreter tests under the interpreter: others compile kernels, and most would take hours.
+    """Collect interpreter tests under the interpreter alone, and no others: most of those would take hours.
 
     Without a GPU leave out files of GPU tests, whose imports take long.
     """
     if collection_path.suffix != ".py":
         return None
-    if env.interpreting():
-        return None if interpreter.is_for_interpreter(collection_path) else True
+    if env.interpreting() != interpreter.is_for_interpreter(collection_path):
+        return True
     return True if left_out.is_for_gpus(collection_path) and not torch.cuda.is_available() else None
 
 

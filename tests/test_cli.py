@@ -1,7 +1,7 @@
 """The `envoi` command: help at once, one-line errors with status 2, info and the demo's contract."""
 
+import io
 import json
-import os
 import subprocess
 import sys
 
@@ -12,6 +12,7 @@ import envoi
 from bench import __main__ as bench
 from envoi import cli, info
 from examples.demo import __main__ as demo
+from tests.helpers import fresh
 from tests.helpers.slow import mostly_slow
 
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
@@ -51,30 +52,28 @@ print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 
 def test_the_package_is_imported_without_a_compiler():
     heavy = ("torch._dynamo", "torch._inductor", "transformers", "matplotlib")
-    code = f"import sys, envoi; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    done = fresh.run(f"import sys, envoi; print([name for name in {heavy} if name in sys.modules])")
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 PLAN = ["plan", "--hidden", "256", "--inter", "128", "--experts", "8", "--topk", "2", "--tokens", "64"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "unbuffered"),
-    mostly_slow(
-        [(["--help"], ""), (["info"], ""), ([*PLAN, "--json"], ""), ([*PLAN, "--json"], "1")],
-        quick=[([*PLAN, "--json"], "1")],
-    ),
-)
-def test_a_reader_who_leaves_ends_it_without_a_word(arguments, unbuffered):
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = (sys.executable, "-m", "envoi.cli", *arguments)
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment)
-    os.close(writing)
-    assert done.stderr == ""
-    assert done.returncode == cli.READER_GONE
+LEFT = """
+import os, runpy, sys
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 1)
+sys.stdout.reconfigure(write_through=sys.argv.pop() == "unbuffered")
+runpy.run_module("envoi.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("buffering", ["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", mostly_slow([["--help"], ["info"], [*PLAN, "--json"]], quick=[[*PLAN, "--json"]]))
+def test_a_reader_who_leaves_ends_it_without_a_word(arguments, buffering):
+    done = fresh.run(LEFT, *arguments, buffering)
+    assert (done.returncode, done.stderr) == (cli.READER_GONE, "")
 
 
 @pytest.mark.parametrize(
@@ -142,12 +141,11 @@ def test_errors_are_one_line_and_status_2(arguments, capsys):
     assert stderr.count("\n") == 1
 
 
-def test_a_plan_is_printed_where_there_are_no_blocks():
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    command = (sys.executable, "-m", "envoi.cli", *PLAN)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "bound by # compute  = HBM" in done.stdout
+def test_a_plan_is_printed_where_there_are_no_blocks(monkeypatch):
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", printed)
+    assert run(*PLAN) == 0
+    assert b"bound by # compute  = HBM" in printed.buffer.getvalue()
 
 
 def test_a_missing_package_is_named_and_a_bug_is_not_hidden(monkeypatch, capsys):

@@ -13,6 +13,7 @@ from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from envoi.quant.pack import with_checked_scales
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
+from tests.test_types import same
 from tools.oracles.indexer_workloads import one
 
 OTHERS = (torch.float16, torch.bfloat16, torch.float64)
@@ -85,12 +86,7 @@ def leaves(x: object) -> Iterator[torch.Tensor]:
 
 
 def same_bits(got: object, want: object) -> bool:
-    pairs = list(zip(leaves(got), leaves(want), strict=True))
-    return bool(pairs) and all(
-        (x.dtype, x.shape) == (y.dtype, y.shape)
-        and torch.equal(x.contiguous().flatten().view(torch.uint8), y.contiguous().flatten().view(torch.uint8))
-        for x, y in pairs
-    )
+    return same([x.contiguous() for x in leaves(got)], [x.contiguous() for x in leaves(want)])
 
 
 @pytest.fixture(params=mostly_slow(OTHERS, quick=[torch.float64]), ids=str)
@@ -101,16 +97,10 @@ def default_dtype(request) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_default_dtype_changes_nothing(name, default_dtype):
-    want = CASES[name]()
-    assert all(bool(x.isfinite().all()) for x in leaves(want) if x.dtype in (torch.float32, torch.bfloat16))
+def test_the_default_dtype_and_device_change_nothing(name, default_dtype):
+    want = list(leaves(CASES[name]()))
+    assert want and all(bool(x.isfinite().all()) for x in want if x.dtype in (torch.float32, torch.bfloat16))
+    with torch.device("meta"):
+        assert same_bits(CASES[name](), want)
     default_dtype()
     assert same_bits(CASES[name](), want)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_default_device_changes_nothing(name):
-    want = CASES[name]()
-    with torch.device("meta"):
-        got = CASES[name]()
-    assert same_bits(got, want)

@@ -1,4 +1,4 @@
-"""What README.md and the tutorials show runs as it stands, on a CPU, each file's blocks in one namespace."""
+"""What README.md and the tutorials show runs as it stands, on a CPU: a namespace for each file, one process for all."""
 
 import re
 import socket
@@ -11,7 +11,12 @@ from tests.helpers import fresh
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUN = "import runpy, sys, warnings; warnings.simplefilter('ignore'); runpy.run_path(sys.argv[1], run_name='__main__')"
+RUN = """
+import runpy, sys, warnings
+warnings.simplefilter('ignore')
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name='__main__')
+"""
 
 
 def blocks(path: Path) -> list[str]:
@@ -28,17 +33,17 @@ def environment() -> dict[str, str]:
     return {**ranks, **offline}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_every_block_runs(path, tmp_path, monkeypatch):
-    found = blocks(path)
-    assert found
-    program = tmp_path / f"page_{path.stem}.py"  # a file, because tracing an epilogue reads its lines
-    program.write_text("\n".join(found))
+def test_every_block_runs(tmp_path, monkeypatch):
+    programs = [tmp_path / f"page_{path.stem}.py" for path in PAGES]  # files, because tracing reads their lines
+    for path, program in zip(PAGES, programs, strict=True):
+        found = blocks(path)
+        assert found, path
+        program.write_text("\n".join(found))
     monkeypatch.chdir(ROOT)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    done = fresh.run(RUN, str(program))
-    assert done.returncode == 0, f"{path.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = fresh.run(RUN, *map(str, programs))
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -27,6 +27,8 @@ def same(got, want) -> bool:
     if isinstance(want, torch.Tensor):
         kind = (got.dtype, got.shape) == (want.dtype, want.shape)
         return kind and torch.equal(got.flatten().view(torch.uint8), want.flatten().view(torch.uint8))
+    if isinstance(want, list):
+        return len(got) == len(want) and all(map(same, got, want))
     if is_dataclass(want):
         return type(got) is type(want) and all(same(getattr(got, f.name), getattr(want, f.name)) for f in fields(want))
     return got == want

@@ -1,6 +1,5 @@
 """Wheel on its own: its contents, and calls from it, outside the repository."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import fresh
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WHEEL_BYTES = 2_000_000
@@ -37,6 +38,8 @@ def test_the_wheel_holds_the_package_and_what_it_reads(wheel):
 
 
 ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
 import torch, envoi
 from envoi import cli
 print(envoi.__file__)
@@ -49,13 +52,12 @@ print(envoi.moe(x.bfloat16(), envoi.route(x, gate, 2), experts).shape)
 """
 
 
-def test_the_wheel_answers_alone(wheel, tmp_path):
+def test_the_wheel_answers_alone(wheel, tmp_path, monkeypatch):
     package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(package)
     elsewhere.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(package)}
-    command = (sys.executable, "-c", ALONE)
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    monkeypatch.chdir(elsewhere)
+    done = fresh.run(ALONE, str(package))
     assert done.returncode == 0, done.stderr
     first, *others, last = done.stdout.splitlines()
     assert (first, last) == (f"{package}/envoi/__init__.py", "torch.Size([5, 64])")

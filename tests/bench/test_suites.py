@@ -13,6 +13,7 @@ from bench.suites import cases, measure, model
 from bench.timing import Clock
 from bench.trial import Bench
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 
 CPU = torch.device("cpu")
 ROOF = Roof(30.0, {"bf16": 0.1, "fp32": 0.1})
@@ -49,7 +50,11 @@ def traced_only(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda fn, mode, **given: compile_(fn, backend="aot_eager", **given))
 
 
-@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: f"{case.suite} {case.name}")
+# A model that torch compiles takes as long as all others.
+QUICK = [case for case in CPU_CASES if " compiled " not in case.name]
+
+
+@pytest.mark.parametrize("case", mostly_slow(CPU_CASES, QUICK), ids=lambda case: f"{case.suite} {case.name}")
 def test_every_cpu_case_gives_a_measurement_that_is_right(case, traced_only):
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
     assert not trial.missing

@@ -117,7 +117,8 @@ def test_bits_do_not_depend_on_the_place(op, attributes, dtype):
 
     x = extremes(dtype).unsqueeze(0)
     whole = run(x)
-    assert_same_bits(torch.cat([run(x[:, i : i + 1]) for i in range(4096)], 2), whole)
+    alone = range(0, 4096, 17)
+    assert_same_bits(torch.cat([run(x[:, i : i + 1]) for i in alone], 2), whole[..., alone])
     for start in (1, 3, 5, 7, 13, 30, 2047):
         for size in (1, 2, 3, 7, 9, 15, 17, 31, 33, 63, 1000):
             assert_same_bits(run(x[:, start : start + size]), whole[..., start : start + size])

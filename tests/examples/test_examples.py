@@ -1,13 +1,12 @@
 """Programs of examples/: each runs unchanged on this machine and returns its stated result."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from tests.helpers import fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,13 +37,11 @@ def test_serve_transformers(capfd):
     assert capfd.readouterr().out.startswith("import ")
 
 
-def test_moe_torchrun():
+def test_moe_torchrun(monkeypatch):
     count = str(min(2, torch.cuda.device_count()) or 2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / "moe_torchrun.py")], env=environment, capture_output=True, text=True
-    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    program = str(ROOT / "examples" / "moe_torchrun.py")
+    done = fresh.run_module("torch.distributed.run", "--standalone", "--nproc-per-node", count, program)
     assert done.returncode == 0, done.stderr[-4000:]
     # Ranks share one pipe, and what they print at the same time can end up in one line.
     assert sorted(re.findall(r"rank (\d+): \(\d+, 256\)", done.stdout)) == [str(r) for r in range(int(count))]

@@ -8,8 +8,8 @@ from tests.fuzz.draw import Case, Draw
 
 # Cases of each operator that take some seconds together; layers and caches are small.
 COUNTS = {
-    "gemm": 60, "grouped_gemm": 60, "epilogue": 400, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60,
-    "expert_parallel": 30, "expert_parallel_ranks": 4,
+    "gemm": 60, "grouped_gemm": 60, "epilogue": 200, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60,
+    "expert_parallel": 12,
 }  # fmt: skip
 GPU_COUNT = 200
 LAYERS = ("moe", "expert_parallel", "expert_parallel_ranks")
@@ -20,7 +20,7 @@ def assert_right(operator: str, seed: int, count: int, sizes: str, device: str) 
     assert not found, "\n".join(map(str, found))
 
 
-@pytest.mark.parametrize("operator", run.OPERATORS)
+@pytest.mark.parametrize("operator", COUNTS)  # on a CPU all ranks have processes
 def test_random_cases(operator):
     sizes = "small" if operator in (*LAYERS, "indexer_topk") else "medium"
     assert_right(operator, 0, COUNTS[operator], sizes, "cpu")
@@ -33,7 +33,7 @@ def test_random_cases_on_a_gpu(operator):
     assert_right(operator, 0, count, "medium" if operator in LAYERS else "large", "cuda")
 
 
-@pytest.mark.parametrize("operator", run.OPERATORS)
+@pytest.mark.parametrize("operator", COUNTS)
 def test_a_seed_determines_its_case(operator):
     (_, first), (_, again), (_, other) = (run.draw_case(operator, seed, "small", "cpu") for seed in (5, 5, 6))
     assert first.text == again.text != other.text

@@ -9,7 +9,7 @@ from tests.fuzz import approx, experts, formats, outputs, parallel, routing, run
 from tests.fuzz.approx import Approx
 from tests.fuzz.formats import round_to, ulp
 
-SEEDS = range(40)
+SEEDS = range(20)
 MODULES = {
     "gemm": outputs,
     "grouped_gemm": outputs,
@@ -70,7 +70,7 @@ def test_an_element_just_outside_is_caught(operator, compared):
                 said = approx.wrong(moved, want, dtype)
                 assert ": 1 of" in said, (seed, case.text, said)
                 caught += 1
-    assert caught >= (3 if operator == "expert_parallel" else 20)
+    assert caught >= (3 if operator == "expert_parallel" else 12)
 
 
 @pytest.mark.parametrize(("operator", "most"), [("gemm", 1.0), ("grouped_gemm", 1.0), ("epilogue", 2.0), ("moe", 6.0)])
@@ -85,7 +85,7 @@ def test_intervals_are_narrow(operator, most, compared):
             for _, want, dtype in compared:
                 if dtype in (torch.bfloat16, torch.float16) and want.mid.numel():
                     widths.append(float((2 * want.err / ulp(want.mid, dtype)).flatten().median()))
-    assert len(widths) > 10
+    assert len(widths) > 6
     assert torch.tensor(widths).median() <= most
 
 
@@ -95,7 +95,7 @@ def with_ids(got, ids):
 
 def test_a_wrong_expert_is_caught():
     flipped = swapped = 0
-    for seed in range(200):
+    for seed in range(100):
         case, got = case_of("route", seed)
         if case.refused or ", normal," not in case.text or "table True" in case.text or "alpha 0.0" in case.text:
             continue
@@ -115,7 +115,7 @@ def test_a_wrong_expert_is_caught():
             wrong_ids[row, [0, k - 1]] = wrong_ids[row, [k - 1, 0]]
             assert case.judge(with_ids(got, wrong_ids)), case.text
             swapped += 1
-    assert flipped >= 10 and swapped >= 6
+    assert flipped >= 5 and swapped >= 3
 
 
 def test_the_larger_id_of_a_tie_is_caught():
@@ -148,4 +148,4 @@ def test_a_wrong_bit_of_a_quantisation_is_caught():
             assert case.judge((changed[0], changed[1], wide)), case.text
         assert case.judge((values, sf, wide * (1 + 1e-9) + 1e-30)), case.text
         tried += 1
-    assert tried >= 20
+    assert tried >= 10

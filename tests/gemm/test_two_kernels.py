@@ -21,6 +21,7 @@ from envoi.runtime.devices import Target
 from envoi.runtime.program import Launch, building, without_memory
 from envoi.tune.problems import logsumexp, logsumexp_of_max
 from envoi.types import QuantTensor
+from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch
 
 BF16, SMS = torch.bfloat16, 132
@@ -121,7 +122,10 @@ def test_the_second_knows_experts_only_where_rows_are_left_unwritten(grouping, k
     assert (second.arguments[1] is not None) == knows_experts
 
 
-@pytest.mark.parametrize(("format", "M"), [("bf16", 300), ("fp8_block128", 1000)])
+BLOCKS = "fp8_block128", 1000
+
+
+@pytest.mark.parametrize(("format", "M"), mostly_slow([("bf16", 300), BLOCKS], quick=[BLOCKS]))
 def test_both_compile_without_spills(format, M):
     for launch in launches(format, M, 4096, 4096):
         binary = compile_launch(launch, "sm_90")

@@ -1,6 +1,6 @@
 """Tests of Triton kernels in its CPU interpreter, which is chosen when Triton is imported.
 
-pytest                      all but the folders called `interpreted`, whose tests are deselected with a count
+pytest                      all but the folders called `interpreted`
 TRITON_INTERPRET=1 pytest   these folders, and nothing else
 """
 

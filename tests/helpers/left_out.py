@@ -1,4 +1,4 @@
-"""Deselection of the tests that this run can't run, with a count at its end: interpreter tests, and GPU tests."""
+"""Deselection of the tests that this run can't run, with a count at its end."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +10,6 @@ import torch
 
 from envoi import env
 from envoi.runtime import triton_compat
-from tests.helpers.interpreter import is_for_interpreter
 from tests.helpers.tools import pairs
 
 COUNTS = pytest.StashKey[Counter]()
@@ -23,8 +22,6 @@ def reason(item: pytest.Item) -> str:
     The marker `gpu` asks for one GPU, `gpu(2)` for two, `gpu(arch="sm_90")` for a Hopper; `default_triton` for the
     Triton of the default pair; `slow` for `--slow`, which `make test-slow` gives.
     """
-    if is_for_interpreter(item.path) and not env.interpreting():
-        return "TRITON_INTERPRET=1"
     if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
         return "--slow"
     if item.get_closest_marker("default_triton") and pairs.default().triton != triton_compat.VERSION:
@@ -68,9 +65,9 @@ def receive(config: pytest.Config, node: Any) -> None:
 
 def lines(config: pytest.Config) -> Iterable[str]:
     """Return the lines for the end of the run."""
-    if env.interpreting():
-        yield "TRITON_INTERPRET=1: only the tests in folders called `interpreted`"
-    elif not torch.cuda.is_available():
+    only = "only" if env.interpreting() else "not"
+    yield f"TRITON_INTERPRET={env.interpreting():d}: {only} the tests in folders called `interpreted`"
+    if not torch.cuda.is_available():
         yield "needs a GPU: the files *_gpu.py"
     for why, count in config.stash.get(COUNTS, Counter()).items():
         yield f"needs {why}: {count} deselected"

@@ -1,9 +1,9 @@
 """Indexer in torch: layout, the definition's bits, the fast mode's guarantees, refusals; and the judge itself."""
 
+import random
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from envoi.ops.indexer import indexer_topk
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
@@ -70,12 +70,11 @@ def test_hostile_inputs_are_judged_right(name, mode):
     assert all(found), [verdict.problem for verdict in found]
 
 
-@given(
-    lengths=st.lists(st.integers(0, 1500), min_size=0, max_size=4), k=st.sampled_from([512, 1024, 2048]),
-    heads=st.sampled_from([32, 64]), seed=st.integers(0, 999), mode=st.sampled_from(["exact", "fast"]),
-)  # fmt: skip
-@settings(max_examples=25, deadline=None)
-def test_random_workloads_are_judged_right(lengths, k, heads, seed, mode):
+@pytest.mark.parametrize("seed", range(24))
+def test_random_workloads_are_judged_right(seed):
+    draw = random.Random(seed)
+    lengths = [draw.choice((0, 1, draw.randint(2, 1500))) for _ in range(seed % 5)]
+    k, heads, mode = draw.choice((512, 1024, 2048)), draw.choice((32, 64)), draw.choice(("exact", "fast"))
     tensors = one(tuple(lengths), seed, heads).tensors()
     out = indexer_topk(*tensors, k=k, mode=mode)
     assert out.shape == (len(lengths), k)

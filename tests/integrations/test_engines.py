@@ -1,6 +1,7 @@
 """What serving engines share: refusals, kernels that are known before weights are, packing without a second copy."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):
 
 def test_a_router_is_checked_and_built_once(monkeypatch):
     counts = []
-    options = {
+    options: dict[str, Any] = {
         "gate": torch.zeros(8, 64, dtype=torch.bfloat16),
         "k": 2,
         "rule": envoi.router.Rule(),

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.machine_code.test_gate import NEEDS, RECORD
 from tools.machine_code import gate
 from tools.machine_code.arrivals import ARRIVAL, unordered
@@ -25,6 +27,7 @@ def test_the_rules_hold_kernels_to_it_whose_roles_hand_over_words():
     assert all(any(name.startswith(start) for name in gate.cases()) for start in gate.HAND_OVER)
 
 
+@pytest.mark.slow  # only another Triton writes them otherwise
 def test_the_pattern_finds_a_kernels_arrivals():
     ptx = compile_launch(gate.cases()["experts-both-gemms-few"].launch(), "sm_90").ptx
     assert len(ARRIVAL.findall(ptx)) > 10

@@ -103,9 +103,9 @@ def test_there_is_a_counter_for_every_unit_of_l1():
     assert NUM_COUNTERS == OTHER_COUNTERS + UNIT_COUNTERS + LANES
 
 
-@pytest.mark.parametrize("hidden", [128, 256, 384, 1152, 2816, 7168])
-@pytest.mark.parametrize("intermediate", [128, 256, 768, 2048])
-@pytest.mark.parametrize("rows", [1, 64, 65, 100, 300, 1000])
+@pytest.mark.parametrize("hidden", [128, 384, 1152, 7168])
+@pytest.mark.parametrize("intermediate", [128, 768, 2048])
+@pytest.mark.parametrize("rows", [1, 64, 65, 300])
 @pytest.mark.parametrize("sent", [False, True])
 def test_both_gemms_have_the_same_stages(hidden, intermediate, rows, sent):
     with standing_for(HOPPER):

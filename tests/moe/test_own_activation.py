@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from itertools import product
 
 import pytest
 import torch
@@ -28,9 +29,11 @@ def bound(format: str, own: Own) -> float:
     return BOUNDS[format] * own.relative
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", OWN)
-def test_the_layer_is_that_of_float64(name, format):
+CROSSED = [*product(["bf16"], OWN), *product(FORMATS, ["clipped"])]  # each format, and each function
+
+
+@pytest.mark.parametrize(("format", "name"), mostly_slow(product(FORMATS, OWN), quick=CROSSED))
+def test_the_layer_is_that_of_float64(format, name):
     layer = layer_of(name, bias=name in ("reglu", "of_one"))
     packed = layer.pack(format)
     assert packed.intermediate == 128

@@ -48,11 +48,7 @@ REFUSED = Told("ValueError", right=True, again=True)
         ("out of memory", SHORT, ""),
         ("out of memory", replace(RIGHT, right=False), "expected the right answer or, in time, that rank 1"),
         ("out of memory", replace(SHORT, text="the exchange failed"), "expected the right answer or, in time"),
-        (
-            "out of memory",
-            replace(SHORT, text=SHORT.text.replace("48", "140000")),
-            "expected the right answer or, in time",
-        ),
+        ("out of memory", replace(SHORT, text=SHORT.text.replace("48", "140000")), "expected the right answer or, in"),
         ("out of memory", replace(SHORT, text="rank 1 failed: CUDA out of memory"), ""),
         ("out of memory", replace(SHORT, ranks=(0,)), "expected the right answer or, in time, that rank 1 lacks"),
         ("out of memory", replace(SHORT, seconds=7.5), "expected the right answer or, in time, that rank 1 lacks"),

@@ -26,8 +26,12 @@ CPU = torch.device("cpu")
 NUM_SMS = 132
 
 
+# A reference multiplies, by format, and then runs the epilogue: each format once, and each epilogue with two of them.
+SOME = [name for name in MAKERS if "gemm" not in name or name.endswith("store") or " bf16 " in name or "block" in name]
+
+
 @pytest.mark.parametrize("check", [name for name in CHECKS if name not in ON_GPU_ONLY])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SOME)
 def test_references(name, check):
     result = CHECKS[check](subject(name, CPU), 0, 12, CPU)
     assert result == Result(12, 0)

@@ -56,14 +56,14 @@ def in_halves(errors: torch.Tensor) -> list[float]:
 def test_near_ties_are_decided_in_one_order():
     # Two scales have equal errors in one of a thousand groups, of which adding in another order decides some otherwise.
     source = torch.Generator().manual_seed(0)
-    powers = torch.randint(-6, 6, (400_000, 32), generator=source)
-    w = (torch.randn(400_000, 32, generator=source) * torch.exp2(powers.float())).bfloat16()
+    powers = torch.randint(-6, 6, (100_000, 32), generator=source)
+    w = (torch.randn(100_000, 32, generator=source) * torch.exp2(powers.float())).bfloat16()
     wide = quantize(w, "mxfp4")
     narrow = torch.where(wide.sf.view(torch.uint8) > 1, wide.sf.view(torch.uint8) - 1, wide.sf.view(torch.uint8))
     of_narrow = replace(wide, values=codes_with(w, narrow), sf=narrow.view(torch.float8_e8m0fnu))
     exact = [(dequantize(q, torch.float64) - w.double()).square().sum(-1) for q in (wide, of_narrow)]
     near = (exact[0] - exact[1]).abs() < 1e-6 * exact[0]
-    assert 20 < int(near.sum()) < 2000
+    assert 20 < int(near.sum()) < 500
     packed = pack_weight(w[near], SCHEMES["mxfp4"], "w")
     sums = [in_halves(dequantize(q)[near] - w[near].float()) for q in (wide, of_narrow)]
     want = [b < a for a, b in zip(*sums, strict=True)]

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.quant.pack import pack_weight
@@ -77,10 +75,10 @@ def squared_errors(q, w: torch.Tensor) -> torch.Tensor:
     return (dequantize(q, torch.float64) - w.double()).square().unflatten(-1, (-1, 32)).sum(-1)
 
 
-@given(seed=st.integers(0, 9999), power=st.integers(-60, 60), heavy=st.booleans())
-@settings(max_examples=25, deadline=None)
-def test_the_mxfp4_search_takes_the_better_of_two_scales(seed, power, heavy):
-    w = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(seed))
+@pytest.mark.parametrize("power", [-60, -59, -31, -7, -1, 0, 1, 2, 13, 47, 60])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_the_mxfp4_search_takes_the_better_of_two_scales(power, heavy):
+    w = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(power))
     w = (w**3 if heavy else w) * 2.0**power
     plain, packed = quantize(w, "mxfp4"), pack_weight(w, SCHEMES["mxfp4"], "w")
     wide = plain.sf.view(torch.uint8).int()

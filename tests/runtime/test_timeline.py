@@ -113,7 +113,7 @@ TRACEABLE = {
 }  # fmt: skip
 
 
-QUICK = [name for name in TRACEABLE if name.startswith("ep-") and name != "ep-fused-few"]
+QUICK = ["ep-send-routing", "ep-pull-bf16", "ep-combine-barrier"]
 
 
 @pytest.mark.parametrize("name", mostly_slow(TRACEABLE, QUICK))

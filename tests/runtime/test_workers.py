@@ -64,21 +64,11 @@ def test_results_and_errors():
             list(found.map(half, [0]))
 
 
-@pytest.mark.parametrize("end", ["context", "caller"])
-def test_they_end_whatever_they_do(tmp_path, end):
-    """Test that workers in the middle of their work end with the context, or when the caller was killed."""
+def test_they_end_with_the_context_whatever_they_do(tmp_path):
     path = tmp_path / "pid"
-    code = "from tests.runtime.test_workers import *\nwith Workers('sm_90', 1) as found: "
-    code += f"next(found.map(wait_long, [{str(path)!r}]))"
-    if end == "caller":
-        caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    with Workers("sm_90", 1) as found:
+        threading.Thread(target=begin, args=(found, str(path)), daemon=True).start()
         assert wait_until(path.exists)
-        caller.kill()
-        caller.wait()
-    else:
-        with Workers("sm_90", 1) as found:
-            threading.Thread(target=begin, args=(found, str(path)), daemon=True).start()
-            assert wait_until(path.exists)
     assert wait_until(lambda: has_ended(int(path.read_text())))
 
 
@@ -87,17 +77,21 @@ import sys
 print("main", flush=True)
 sys.path[:0] = [{src!r}, {root!r}]
 from envoi.runtime.workers import Workers
-from tests.runtime.test_workers import half
-with Workers("sm_90", 2) as found:
-    print(sorted(result for _, result in found.map(half, [4, 6])))
+from tests.runtime.test_workers import half, wait_long
+with Workers("sm_90", 1) as found:
+    print(sorted(result for _, result in found.map(half, [4, 6])), flush=True)
+    next(found.map(wait_long, [{path!r}]))
 """
 
 
-def test_the_main_program_runs_once_though_nothing_guards_it(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(UNGUARDED.format(src=str(ROOT / "src"), root=str(ROOT)))
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["main", "[2, 3]"]
+def test_the_main_program_runs_once_though_nothing_guards_it_and_they_end_when_it_is_killed(tmp_path):
+    program, path = tmp_path / "program.py", tmp_path / "pid"
+    program.write_text(UNGUARDED.format(src=str(ROOT / "src"), root=str(ROOT), path=str(path)))
+    caller = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
+    assert wait_until(path.exists)
+    caller.kill()
+    assert caller.communicate()[0].splitlines() == ["main", "[2, 3]"]
+    assert wait_until(lambda: has_ended(int(path.read_text())))
 
 
 def test_where_no_process_can_be_started_that_is_an_error(monkeypatch):

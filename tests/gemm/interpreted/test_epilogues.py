@@ -33,6 +33,7 @@ from envoi.types import QuantTensor
 from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, run, whole
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.inputs import LOGITS, logits, normal
+from tests.helpers.slow import mostly_slow
 
 SCHEMES = [
     ("fp8_e4m3", 128, "fp8_1x128"), ("fp8_e4m3", 32, "mxfp8"), ("fp8_e4m3", "row", "fp8_row"),
@@ -85,7 +86,7 @@ def _shifted(name, group):
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize(("n", "k"), [(24, 4), (130, 1), (300, 8)])
+@pytest.mark.parametrize(("n", "k"), mostly_slow([(24, 4), (130, 1), (300, 8)], quick=[(300, 8)]))
 def test_topk_of_any_row(kind, n, k):
     def best(acc, t: Tile):
         return topk(acc + t, k)
@@ -95,7 +96,7 @@ def test_topk_of_any_row(kind, n, k):
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize("n", [24, 300])
+@pytest.mark.parametrize("n", mostly_slow([24, 300], quick=[300]))
 def test_softmax_of_any_row(kind, n):
     def scores(acc, t: Tile):
         return softmax(acc + t), softmax(topk(acc + t, 3)[0])

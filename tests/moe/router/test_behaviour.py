@@ -165,7 +165,7 @@ def test_replay_refuses(message, ids):
 @pytest.mark.parametrize(
     "name", mostly_slow(["mixtral", "gpt-oss-20b", "deepseek-v3", "deepseek-v4-flash"], ["deepseek-v3"])
 )
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", mostly_slow([False, True], [True]))
 def test_compiled_in_one_graph(name, dynamic):
     """Check sizes as symbols too: torch makes them so by itself from the second batch size on."""
     chosen = preset(name)

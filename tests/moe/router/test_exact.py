@@ -1,4 +1,4 @@
-"""Exact selection: twenty thousand rows a rule, recomputed from the operator's own logits by another library."""
+"""Exact selection: six thousand rows a rule, recomputed from the operator's own logits by another library."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import torch
 from envoi.ops.moe.router import PRESETS, Rule, route
 from envoi.ops.moe.router.reference import scores
 
-ROWS, HIDDEN = 20_000, 24
+ROWS, HIDDEN = 6_000, 24
 
 
 def distinct_presets() -> list[str]:
@@ -105,7 +105,7 @@ def test_signs_may_differ_within_a_rows_choice():
     got = route(tokens, gate, 8, return_logits=True)
     chosen = got.logits.gather(1, got.topk_ids.long())
     mixed = ((chosen > 0).any(1) & (chosen < 0).any(1)).numpy()
-    assert mixed.sum() > 3000
+    assert mixed.sum() > 900
     assert not wrong_rows(got.logits.numpy(), got.topk_ids.numpy())[mixed].any()
     want = chosen.double().softmax(1)  # a renormalised softmax equals the softmax over the chosen
     torch.testing.assert_close(got.topk_weights.double(), want, rtol=2e-6, atol=1e-8)
