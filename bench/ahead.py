@@ -7,9 +7,9 @@ import torch
 
 from bench.shapes import Case
 from envoi.runtime import devices
+from envoi.runtime.planned_kernels import compile_by_workers
 from envoi.tune import problems
-from envoi.tune.compile import Job, compile_all
-from envoi.tune.shapes import GemmShape, GroupedShape, Shape
+from envoi.tune.problems import GemmShape, GroupedShape, Shape
 
 
 def shapes_of(cases: Iterable[Case]) -> list[Shape]:
@@ -28,11 +28,12 @@ def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> No
     shapes = shapes_of(cases)
     if not shapes or devices.implementation(torch.device("cuda")) != "hopper":
         return
-    num_sms = devices.num_sms(torch.device("cuda", 0))
-    jobs: list[Job] = []
+    target = devices.Target.of(torch.device("cuda", 0))
+    calls = []
     for shape in shapes:
         try:
-            jobs.append((shape, problems.planned(shape, num_sms).chosen(num_sms)))
+            config = problems.planned(shape, target.num_sms).chosen(target.num_sms)
         except ValueError:
             continue  # another kernel runs it
-    compile_all(jobs, num_sms, num_processes)
+        calls.append(problems.ConfigCall(shape, config, target.num_sms))
+    compile_by_workers(calls, target, jobs=num_processes)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bench.evidence import BASELINES, SUITES, Measurement, load, slug
 from bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
-from bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers
-from envoi.table import number, ratio
+from bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers, ratio
+from envoi.table import number
 
 MARKER = re.compile(r"(<!-- bench:(\S+) -->)(.*?)<!-- /bench -->", re.DOTALL)
 INDEX = "index.md"

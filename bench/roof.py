@@ -5,10 +5,10 @@ from typing import cast
 
 import torch
 
+from bench.timing import Clock
 from bench.torch_gemm import product
 from envoi.quant.cast import quantize
 from envoi.quant.formats import Scheme, format_named
-from envoi.tune.timing import Clock
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 GEMM_MNK = {"cuda": ((8192, 8192, 8192), (8192, 4096, 7168)), "cpu": ((1024, 1024, 1024),)}

@@ -16,14 +16,14 @@ from bench.libraries import label
 from bench.roof import Roof, measure_roof
 from bench.shapes import Case
 from bench.suites import measure, repeat_of
-from bench.summary import means, of_roof
+from bench.summary import means, of_roof, ratio
 from bench.theirs import Theirs, beside
+from bench.timing import Clock, Timing, symmetric_barrier
 from bench.trial import Bench, Compiler, Trial
 from envoi import env
 from envoi.info import version_of
 from envoi.progress import Progress
-from envoi.table import align, number, ratio
-from envoi.tune.timing import Clock, Timing, symmetric_barrier
+from envoi.table import align, number
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from envoi.tune.shapes import GemmShape, GroupedShape, drawn_rows
+from envoi.tune.problems import GemmShape, GroupedShape, drawn_rows
 from tools.oracles.indexer_workloads import Workload, one, workloads
 
 GEMM_MNK = (

@@ -89,3 +89,8 @@ def compared(measurements: Iterable[Measurement]) -> list[tuple[Measurement, str
 def mean_and_least(ratios: list[float]) -> str:
     """Return the geometric mean of ratios and the least of them, "1.13x [1.04x]"."""
     return f"{number(exp(sum(map(log, ratios)) / len(ratios)))}x [{number(min(ratios))}x]"
+
+
+def ratio(theirs_us: float, ours_us: float) -> str:
+    """Format theirs / ours: "1.15x" means that Envoi is faster."""
+    return f"{number(theirs_us / ours_us)}x"

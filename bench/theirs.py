@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench.libraries import OF_BASELINE
 from bench.shapes import Case
+from bench.timing import Timing
 from bench.trial import Trial
-from envoi.tune.timing import Timing
 
 
 @dataclass(frozen=True)

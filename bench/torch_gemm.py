@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from envoi.quant.formats import SCHEMES
-from envoi.tune.inputs import Inputs, in_scheme
+from envoi.tune.problems import Inputs, in_scheme
 from envoi.types import Matrix, QuantTensor
 
 Product = Callable[[], torch.Tensor]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from bench.roof import Roof
-from envoi.tune.timing import Clock, Run, Timing
+from bench.timing import Clock, Run, Timing
 
 MAX_ERROR_ROWS = 64  # float64 is slow: errors are taken on this many rows, spread evenly
 LONG_US = 1000.0  # calls of at least that are repeated less often

@@ -8,7 +8,7 @@ from bench.evidence import SUITES
 from bench.suites import cases
 from envoi.cli import Parser, run_program
 from envoi.tune import command, problems
-from envoi.tune.shapes import Shape
+from envoi.tune.problems import Shape
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and not name.endswith("_drawn")]
 

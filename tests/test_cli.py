@@ -95,7 +95,7 @@ def test_a_picture_that_cant_be_drawn_is_refused_at_the_start(command, picture, 
 
 
 def no_work(monkeypatch) -> None:
-    from envoi.estimates import command
+    from envoi.estimates import report as command
     from examples.demo import model
 
     def work(*args):

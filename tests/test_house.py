@@ -23,7 +23,7 @@ ALLOWED = {
     "types": {"check"}, "check": set(), "constant": set(), "env": set(), "cache_file": set(), "table": set(),
     "progress": set(),
     "log": {"env"}, "spans": {"env"},
-    "runtime": {"check", "env", "log", "spans"},
+    "runtime": {"check", "env", "log", "progress", "spans"},
     "quant": BASE,
     "epilogues": BASE | {"quant"},
     "gemm": BASE | {"quant", "epilogues"},

@@ -23,9 +23,9 @@ from bench.suites import cases, repeat_of
 from bench.suites.moe import draw
 from bench.suites.moe_peers import MAX_ERROR
 from bench.suites.peers import Weight, deep_gemm_moe
+from bench.timing import Clock, symmetric_barrier
 from bench.trial import sample_rows
-from envoi.tune.inputs import relative_error
-from envoi.tune.timing import Clock, symmetric_barrier
+from envoi.tune.problems import relative_error
 from envoi.types import Routing
 
 BASELINE = "sgl_deep_gemm"

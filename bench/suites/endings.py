@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from envoi.epilogues import Epilogue
-from envoi.tune.epilogues import CAP, EPILOGUES, OPERANDS
+from envoi.tune.problems import CAP, EPILOGUES, OPERANDS
 from envoi.types import QuantTensor
 
 FP8_GROUP = 128
@@ -18,7 +18,7 @@ FP8_GROUP = 128
 class Ending:
     """Epilogue of a product.
 
-    name: in `envoi.tune.epilogues`.
+    name: in `envoi.tune.problems`.
     eager(y, **operands): in torch; y has Envoi's columns, or those of `halves`.
     out_bytes: written per element of the product, without the extra per row.
     halves: torch gets gate and up concatenated, the usual layout for it; Envoi interleaved.

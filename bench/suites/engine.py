@@ -22,9 +22,9 @@ from bench.suites import moe
 from bench.suites.engine_process import SERVED
 from bench.suites.models import MODELS
 from bench.suites.torch_moe import eager_moe
+from bench.timing import summarize
 from bench.trial import Bench, Trial
 from envoi.ops.moe import moe as envoi_moe
-from envoi.tune.timing import summarize
 
 PREFILL = (16, 2048)
 DECODE = (1, 16, 64, 256)

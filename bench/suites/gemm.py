@@ -17,10 +17,10 @@ from bench.roof import kind_of
 from bench.shapes import Case, GemmShape
 from bench.suites import inputs
 from bench.suites.endings import ENDINGS, Ending
+from bench.timing import Run
 from bench.trial import Bench, Trial, time_rounds
 from envoi.ops.gemm import gemm
-from envoi.tune.inputs import Inputs, make
-from envoi.tune.timing import Run
+from envoi.tune.problems import Inputs, make
 from envoi.types import Matrix, QuantTensor
 
 COMPILED = ("swiglu", "swiglu_fp8")

@@ -13,10 +13,10 @@ from bench import torch_gemm
 from bench.roof import kind_of
 from bench.shapes import Case, GroupedShape
 from bench.suites import inputs
+from bench.timing import Run
 from bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.ops.gemm import grouped_gemm
-from envoi.tune.inputs import Inputs, make
-from envoi.tune.timing import Run
+from envoi.tune.problems import Inputs, make
 
 
 def measure(case: Case, bench: Bench) -> Trial:

@@ -33,11 +33,11 @@ from bench.shapes import (
 from bench.suites import indexer, inputs, moe, router
 from bench.suites.endings import ENDINGS
 from bench.suites.torch_moe import Layer, eager_moe, parallel_moe
+from bench.timing import NUM_WARMUPS, Run, Timing, summarize
 from bench.trial import OURS, Bench, Trial, those_that_run
 from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.ops.moe import moe as run_moe
-from envoi.tune.inputs import make
-from envoi.tune.timing import NUM_WARMUPS, Run, Timing, summarize
+from envoi.tune.problems import make
 from tools.kernel_cases.router import rule_of
 from tools.oracles.indexer_workloads import one
 

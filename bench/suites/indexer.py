@@ -21,11 +21,11 @@ import torch
 from bench import libraries
 from bench.shapes import Case, IndexerShape
 from bench.suites.peers import vllm_topk
+from bench.timing import Clock, Run, Timing, mean_timing
 from bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.ops.indexer import indexer_topk
 from envoi.ops.indexer.certificate import orders
 from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
-from envoi.tune.timing import Clock, Run, Timing, mean_timing
 from tools.oracles.indexer import scores64
 from tools.oracles.indexer_workloads import Workload
 

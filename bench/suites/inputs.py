@@ -10,9 +10,9 @@ from envoi.ops.gemm import reference
 from envoi.ops.moe.reference import take_rows
 from envoi.quant import dequantize
 from envoi.quant.pack import deinterleave_gate_up
-from envoi.tune.inputs import Inputs, in_format, relative_error
-from envoi.tune.shapes import GemmShape, GroupedShape
+from envoi.tune.problems import GemmShape, GroupedShape, Inputs, in_format, relative_error
 from envoi.types import Matrix
+from tools.oracles.gemm import oracle
 
 
 def for_torch(x: Inputs, shape: GemmShape) -> Inputs:
@@ -34,7 +34,7 @@ def gemm_error(shape: GemmShape, a: Matrix, b: Matrix, operands: dict[str, Any],
     halves: b's rows are gate, then up. Of several outputs the worst counts.
     """
     rows = sample_rows(a.shape[0], a.device)
-    want = reference.oracle(take_rows(a, rows), b)
+    want = oracle(take_rows(a, rows), b)
     if ENDINGS[shape.epilogue].halves and not halves:
         want = torch.cat((want[:, 0::2], want[:, 1::2]), dim=1)
     kinds = ENDINGS[shape.epilogue].operands
@@ -66,5 +66,5 @@ def grouped_error(shape: GroupedShape, a: Matrix, b: Matrix, got: torch.Tensor) 
     want = []
     for expert in experts.unique().tolist():
         chosen = rows[experts == expert]
-        want.append(reference.oracle(take_rows(a, chosen), reference.pick_expert(b, expert)))
+        want.append(oracle(take_rows(a, chosen), reference.pick_expert(b, expert)))
     return relative_error(got[rows], torch.cat(want))

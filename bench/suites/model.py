@@ -23,14 +23,15 @@ import torch
 
 from bench.shapes import Case, ModelShape, Options
 from bench.suites.models import MODELS, Attention, Model
+from bench.timing import NUM_WARMUPS, Run, Timing, replay_of, summarize
 from bench.trial import OURS, Bench, Compiler, Trial, those_that_run
 from envoi.ops.moe.op import tensors_of
 from envoi.ops.moe.packing import pack
 from envoi.ops.moe.parallel.command import experts_without_memory
-from envoi.ops.moe.warm_up import LayerCall, compile_calls, compiles
+from envoi.ops.moe.warm_up import LayerCall, compiles
 from envoi.runtime.devices import Target, standing_for
-from envoi.tune.inputs import generator, relative_error
-from envoi.tune.timing import NUM_WARMUPS, Run, Timing, replay_of, summarize
+from envoi.runtime.planned_kernels import compile_calls
+from envoi.tune.problems import generator, relative_error
 from tools.oracles.moe import moe_oracle
 
 MAX_BYTES = 40e9  # of weights, and as much again for Envoi's packing of the experts

@@ -24,6 +24,7 @@ from bench.suites import moe_peers
 from bench.suites.inputs import num_bytes as num_bytes_of
 from bench.suites.peers import deep_gemm_moe
 from bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
+from bench.timing import Run, Timing
 from bench.trial import Bench, Trial, sample_rows, time_baselines, time_rounds
 from envoi.estimates.exchange import gathering_pays, link_of
 from envoi.ops.moe import moe, pack
@@ -32,8 +33,7 @@ from envoi.ops.moe.parallel import ExpertParallel
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
-from envoi.tune.inputs import generator, relative_error
-from envoi.tune.timing import Run, Timing
+from envoi.tune.problems import generator, relative_error
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 from tools.oracles.moe import moe_oracle
 

@@ -26,12 +26,12 @@ from bench.shapes import MoeShape
 from bench.suites import peer_flashinfer, peer_humming
 from bench.suites.peer_humming import aligned, blocks_of, import_operators
 from bench.suites.torch_moe import Layer
+from bench.timing import Run
 from bench.trial import sample_rows
 from envoi.quant.bits import unpack_nibbles
 from envoi.quant.fragments import to_rows
 from envoi.runtime.devices import num_sms
-from envoi.tune.inputs import relative_error
-from envoi.tune.timing import Run
+from envoi.tune.problems import relative_error
 from envoi.types import QuantTensor
 
 MAX_ERROR = 0.1

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from bench.suites.peer_humming import blocks_of
 from bench.suites.torch_moe import Layer
+from bench.timing import Run
 from envoi.quant.fragments import to_rows
-from envoi.tune.timing import Run
 from envoi.types import QuantTensor
 
 MXFP4_ALIGN = 128

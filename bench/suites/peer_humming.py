@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional
 
 from bench.suites.torch_moe import Layer
+from bench.timing import Run
 from envoi.quant.formats import SCHEMES
 from envoi.quant.fragments import to_rows
-from envoi.tune.inputs import in_scheme
-from envoi.tune.timing import Run
+from envoi.tune.problems import in_scheme
 from envoi.types import QuantTensor
 
 ALIGNMENTS = (128, 256, 512)  # of padded sizes, tried in turn

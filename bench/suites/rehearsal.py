@@ -17,7 +17,7 @@ from bench.suites import module_of
 from bench.suites.drawn import MAX_LAYER_ELEMENTS
 from envoi.ops.gemm.hopper import tune
 from envoi.runtime.devices import Target
-from envoi.runtime.workers import DIED, Workers
+from envoi.runtime.workers import Workers
 
 SUITES = ("gemm_drawn", "grouped_drawn", "moe_drawn", "router_drawn", "moe", "host", "host_loop")
 WORKER_BYTES = 12 << 30  # what the largest drawn layer takes while it is packed
@@ -58,7 +58,8 @@ def rehearse_with(
     target = Target.of(device) if device.type == "cuda" else Target("sm_90")
     with Workers(target.arch, count) as workers:
         said = list(workers.map(partial(_rehearse, str(device), tuned, compiled), cases))
-    errors = {f"{case.suite} {case.name}": DIED if error is None else error for case, error in said}
+    died = "the worker process died"
+    errors = {f"{case.suite} {case.name}": died if error is None else error for case, error in said}
     return {name: error for name, error in errors.items() if error}
 
 

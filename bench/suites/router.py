@@ -23,6 +23,7 @@ from bench import libraries
 from bench.shapes import Case, RouterShape
 from bench.suites import peers
 from bench.suites.eager_router import eager_route
+from bench.timing import Run, Timing
 from bench.trial import (
     Bench,
     Trial,
@@ -32,8 +33,7 @@ from bench.trial import (
     time_rounds,
 )
 from envoi.ops.moe.router import Rule, reference, route
-from envoi.tune.inputs import generator, relative_error
-from envoi.tune.timing import Run, Timing
+from envoi.tune.problems import generator, relative_error
 from tools.kernel_cases.router import rule_of
 
 MAX_PEER_ERROR = 0.2

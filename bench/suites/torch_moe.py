@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from bench.timing import Run
 from envoi.quant.bits import as_bytes
 from envoi.quant.formats import SCHEMES
-from envoi.tune.inputs import in_scheme
-from envoi.tune.timing import Run
+from envoi.tune.problems import in_scheme
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
 

@@ -6,16 +6,19 @@ import os
 import select
 import sys
 from collections.abc import Container
+from functools import partial
+from importlib import import_module
 from typing import NoReturn
 
 import envoi
 
-FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_fp8,mxfp4_mxfp8,nvfp4"
+FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_fp8,mxfp4_mxfp8,nvfp4,int4"
 # Options by the arguments that they become, where those have other names.
 OPTIONS = {
     "num_ranks": "gpus", "num_hosts": "hosts", "num_topk": "topk", "num_tokens": "tokens", "num_experts": "experts",
     "intermediate": "inter", "gb_per_s": "network", "collective_us": "collective",
 }  # fmt: skip
+LAYER = "ops.moe.parallel.command"  # implements the commands that run or compile a layer
 READER_GONE = 141  # a shell's exit status for a program ended by SIGPIPE
 
 
@@ -100,29 +103,29 @@ def _parser() -> Parser:
     parser = Parser(prog="envoi", description=envoi.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"envoi {envoi.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, help, add_arguments, run in (
-        ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
-        ("tune", "measure the configs of a GEMM on this GPU, keep the fastest", _tune_arguments, _run_tune),
-        ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, _run_warm_up),
-        ("estimate", "predict an expert-parallel MoE: times, bounds, sizes", _estimate_arguments, _run_estimate),
-        ("trace", "record one expert-parallel MoE call on its GPUs, as a timeline", _trace_arguments, _run_trace),
-        ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, _run_indexer),
+    for name, help, add_arguments, runs in (
+        ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, "info"),
+        ("tune", "measure the configs of a GEMM on this GPU, keep the fastest", _tune_arguments, "tune.command"),
+        ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, LAYER),
+        ("estimate", "predict an expert-parallel MoE: times, bounds, sizes", _estimate_arguments, "estimates.report"),
+        ("trace", "record one expert-parallel MoE call on its GPUs, as a timeline", _trace_arguments, f"{LAYER}:trace"),
+        ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, "ops.indexer.certify"),
     ):
         earlier = ["plan"] if name == "estimate" else []  # its name until 0.2
         command = commands.add_parser(name, aliases=earlier, help=help, description=help, allow_abbrev=False)
-        command.set_defaults(run=run)
+        command.set_defaults(run=partial(_run_implementation, runs))
         add_arguments(command)
     return parser
 
 
+def _run_implementation(named: str, args: argparse.Namespace) -> int:
+    """Run a command. named: a module below envoi, and its function after a colon; default "run"."""
+    module, _, function = named.partition(":")
+    return getattr(import_module(f"envoi.{module}"), function or "run")(args)
+
+
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
-
-
-def _run_info(args: argparse.Namespace) -> int:
-    from envoi import info
-
-    return info.run(args)
 
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,12 +133,6 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.description = command.DESCRIPTION
     command.add_arguments(parser)
-
-
-def _run_tune(args: argparse.Namespace) -> int:
-    from envoi.tune import command
-
-    return command.run(args)
 
 
 def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,12 +150,6 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", metavar="N", type=int, help="of one GPU, for the size of buffers; default: --tokens")
     add("--json", action="store_true", help="the same as one JSON object")
     add("--png", metavar="FILE", help="draw the steps into a file too: .png, .pdf or .svg")
-
-
-def _run_estimate(args: argparse.Namespace) -> int:
-    from envoi.estimates import command
-
-    return command.run(args)
 
 
 def _layer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,12 +176,6 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
 
 
-def _run_trace(args: argparse.Namespace) -> int:
-    from envoi.ops.moe.parallel import command
-
-    return command.trace(args)
-
-
 def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = """Compile all kernels that a layer can need for any number of tokens, in parallel, into
     Triton's cache on disk, from which a later process on a GPU of the same kind reads them."""
@@ -214,22 +199,10 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", metavar="N", type=int, help="processes; default: one for each CPU")
 
 
-def _run_warm_up(args: argparse.Namespace) -> int:
-    from envoi.ops.moe.parallel import command
-
-    return command.run(args)
-
-
 def _indexer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "certify: find out in which order this GPU's torch adds up, for the indexer's exact mode"
     parser.add_argument("action", choices=("certify",))
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="keep it; default: yes")
-
-
-def _run_indexer(args: argparse.Namespace) -> int:
-    from envoi.ops.indexer import certify
-
-    return certify.run(args)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,16 @@ def serves_vllm() -> bool:
     return _switch("ENVOI_VLLM", False)
 
 
+def routes_vllm() -> bool:
+    """Return True to run vLLM's gates too: `ENVOI_VLLM_ROUTE=1` with `ENVOI_VLLM=1`, see `integrations.vllm.route`."""
+    return _switch("ENVOI_VLLM_ROUTE", False)
+
+
+def serves_sglang() -> bool:
+    """Return True to run SGLang's MoE layers: `ENVOI_SGLANG=1`, see `integrations.sglang`."""
+    return _switch("ENVOI_SGLANG", False)
+
+
 def is_on(name: str) -> bool:
     """Return True if an engine's own variable is set to anything but 0 or nothing."""
     return os.environ.get(name, "") not in ("", "0")

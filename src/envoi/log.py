@@ -13,9 +13,8 @@ or the grouped GEMMs of `envoi.moe` on a CPU); replays of a CUDA graph aren't.
     envoi: compile gather_kernel: 0.41 s
 """
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -30,52 +29,26 @@ MAX_TEXT = 300
 _logger = logging.getLogger("envoi")
 
 
-def calls(name: str, names: Sequence[str]) -> Callable[[Callable], Callable]:
-    """Decorate an operator's implementation, whose arguments have these names, to log its calls from level CALL on."""
-
-    def logging_calls(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def logged(*arguments):
-            given = zip(
-                names, arguments, strict=False
-            )  # a compiled graph leaves out the last ones if they are defaults
-            _write("call %s(%s)", name, ", ".join(f"{n}={text(x)}" for n, x in given if x is not None and x != []))
-            return function(*arguments)
-
-        return logged
-
-    return logging_calls if LEVEL >= CALL else lambda function: function
+def call(name: str, names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Log an operator's call from level CALL on. names: of its arguments; fewer may come if the last are defaults."""
+    if LEVEL >= CALL:
+        given = zip(names, arguments, strict=False)
+        _write("call %s(%s)", name, ", ".join(f"{n}={text(x)}" for n, x in given if x is not None and x != []))
 
 
-def launches(function: Callable) -> Callable:
-    """Decorate launch(kernel, grid, arguments, options) to log its calls from level CONFIG on."""
-    if LEVEL < CONFIG:
-        return function
-
-    @functools.wraps(function)
-    def logged(kernel, grid, arguments, options):
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+    """Log a launch from level CONFIG on."""
+    if LEVEL >= CONFIG:
         given = zip(kernel.arg_names, arguments, strict=False)
         kept = [f"{name}={text(x)}" for name, x in [*options.items(), *given] if isinstance(x, (int, str))]
         kept += [_config(x) for x in arguments if is_dataclass(x)]
         _write("config %s, grid %s: %s", kernel.__name__, tuple(grid), " ".join(kept))
-        return function(kernel, grid, arguments, options)
-
-    return logged
 
 
-def choices(function: Callable) -> Callable:
-    """Decorate a function that runs a GEMM's kernels, or returns None for torch; log each None from level CONFIG on."""
-    if LEVEL < CONFIG:
-        return function
-
-    @functools.wraps(function)
-    def logged(a, b, *rest, **options):
-        outputs = function(a, b, *rest, **options)
-        if outputs is None:
-            _write("config gemm of %s and %s: torch", text(a), text(b))
-        return outputs
-
-    return logged
+def gemm_by_torch(a: Any, b: Any) -> None:
+    """Log from level CONFIG on that torch computes a GEMM."""
+    if LEVEL >= CONFIG:
+        _write("config gemm of %s and %s: torch", text(a), text(b))
 
 
 def _config(x: Any) -> str:

@@ -35,8 +35,3 @@ def number(value: float | None) -> str:
     if value >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}" if value >= 0.0095 else f"{value:.2g}"
-
-
-def ratio(theirs_us: float, ours_us: float) -> str:
-    """Format theirs / ours: "1.15x" means that Envoi is faster."""
-    return f"{number(theirs_us / ours_us)}x"

@@ -13,10 +13,10 @@ from envoi.ops.moe import moe
 from envoi.ops.moe.op import IDS, WEIGHTS
 from envoi.ops.moe.router import route
 from envoi.ops.moe.router.api import check_arguments
-from envoi.ops.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
+from envoi.ops.moe.warm_up import ROUTED, LayerCall, check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
-from envoi.runtime.planned_kernels import Call, load_at
+from envoi.runtime.planned_kernels import Call, compile_calls, load_at
 from envoi.runtime.program import without_memory
 from envoi.types import ExpertWeights, expect_experts
 

@@ -10,8 +10,8 @@ from bench import runner
 from bench.roof import Roof
 from bench.suites import cases, engine, measure
 from bench.suites.engine_process import SERVED, config_of
+from bench.timing import Clock
 from bench.trial import Bench
-from envoi.tune.timing import Clock
 
 CPU = torch.device("cpu")
 ROOF = Roof(30.0, {"bf16": 0.1, "fp32": 0.1})

@@ -10,8 +10,8 @@ from bench.libraries import OF_BASELINE
 from bench.roof import Roof
 from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape
 from bench.suites import cases, measure, model
+from bench.timing import Clock
 from bench.trial import Bench
-from envoi.tune.timing import Clock
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from bench.timing import NUM_WARMUPS, Clock, Timing, summarize
 from envoi.tune import timing
-from envoi.tune.inputs import relative_error
-from envoi.tune.timing import NUM_WARMUPS, Clock, Timing, summarize
+from envoi.tune.problems import relative_error
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def host(monkeypatch):
             self.fillers += 1
 
     found = Host()
-    monkeypatch.setattr(timing, "_between_events", lambda run: (run(), Event(found.late(found.done)))[::-1])
+    monkeypatch.setattr(timing, "between_events", lambda run: (run(), Event(found.late(found.done)))[::-1])
     return found
 
 

@@ -8,9 +8,11 @@ from bench.evidence import SUITES
 from bench.suites import cases
 from envoi import cli
 from envoi.ops.gemm.hopper import tune
-from envoi.runtime.kernel_case import NUM_SMS, kernel_key
+from envoi.runtime.devices import Target
+from envoi.runtime.planned_kernels import find
 from envoi.tune import command as tuning
 from envoi.tune import problems
+from tools.kernel_cases import NUM_SMS, kernel_key
 from tools.kernel_cases.gemm_hopper import launch_with
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
@@ -94,8 +96,13 @@ def test_the_default_is_the_first_candidate():
         assert len(found) == len(set(found)) <= 6
 
 
-def key(planned, config):
-    return kernel_key(*launch_with(planned.call, config, 132))
+def test_every_config_is_compiled_before_it_is_measured():
+    shape = shapes.GemmShape(512, 512, 512)
+    planned = problems.planned(shape, NUM_SMS)
+    found = planned.promising(NUM_SMS, 4)
+    sites = find([problems.ConfigCall(shape, config, NUM_SMS) for config in found], Target("sm_90"), (0,))
+    keys = {kernel_key(*launch_with(planned.call, config, NUM_SMS)) for config in found}
+    assert len(sites) == len(keys) > 1 and {site.name for site in sites.values()} == {"gemm_kernel"}
 
 
 def test_the_winner_is_best_for_all_that_share_an_entry():

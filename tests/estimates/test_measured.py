@@ -11,8 +11,7 @@ from envoi.estimates.blocks import Blocks
 from envoi.estimates.exchange import LINKS
 from envoi.estimates.layer import rows_per_expert
 from envoi.estimates.machines import H200
-from envoi.estimates.network import Network
-from envoi.estimates.steps import gemm_us, step_of
+from envoi.estimates.steps import Network, gemm_us, step_of
 from envoi.ops.moe.choose import ONE_LAUNCH_ROWS_AGAIN
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"

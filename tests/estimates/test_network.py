@@ -8,7 +8,7 @@ import torch
 
 from envoi import cli
 from envoi.estimates import MoeLayer, estimate
-from envoi.estimates.network import Network, bytes_between_hosts
+from envoi.estimates.steps import Network, bytes_between_hosts
 from envoi.ops.moe.parallel.rail import HostsLayout
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 

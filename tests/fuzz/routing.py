@@ -12,7 +12,7 @@ import torch
 
 import envoi
 from envoi.ops.moe.router.host import supported
-from envoi.ops.moe.router.rules import Rule
+from envoi.ops.moe.router.spec import Rule
 from tests.fuzz import approx
 from tests.fuzz.approx import Approx, Arithmetic, exact, wrong
 from tests.fuzz.draw import KINDS, Case, Draw, host

@@ -43,16 +43,16 @@ from envoi.epilogues.library import (
     swiglu_residual,
 )
 from envoi.ops.gemm import gemm, grouped_gemm
-from envoi.ops.gemm.by_torch import spread_columns
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, fitted, why_not
-from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.ops.gemm.reference import cut_rows, pick_expert, spread_columns
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.runtime import prepared
 from envoi.types import QuantTensor
 from tests.helpers import inputs
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tools.oracles.gemm import oracle
 
 pytestmark = pytest.mark.gpu
 ROUNDINGS = 5e-7  # several float32 roundings: the effect of a sum's order if torch is exact by luck

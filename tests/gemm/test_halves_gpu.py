@@ -6,18 +6,18 @@ import torch
 from envoi.epilogues import Col, HalfCol, HalfTile, Row, epilogue, halves, pairs, quantize, row_absmax, silu
 from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.ops.gemm.backend import run_kernels
-from envoi.ops.gemm.by_torch import spread_columns
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.gemm.hopper.config import Config
-from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.ops.gemm.reference import cut_rows, pick_expert, spread_columns
 from envoi.quant import quantize as cast_to
 from envoi.quant.pack import interleave_gate_up
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix, QuantTensor
 from tests.gemm.test_gpu import FORMATS, flat, judge, matrix, normal, operands_for, poisoned, torchs_product
 from tests.helpers.accuracy import assert_same_bits
+from tools.oracles.gemm import oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(poisoned.__name__)]
 KINDS = ("bf16", "fp8_row", "fp8_block128")

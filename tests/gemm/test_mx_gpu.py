@@ -18,10 +18,9 @@ from envoi.epilogues import (
 )
 from envoi.epilogues.library import absmax, expert_l1, scale_bias_relu, store, swiglu, swiglu_fp8
 from envoi.ops.gemm import gemm, grouped_gemm
-from envoi.ops.gemm.by_torch import spread_columns
 from envoi.ops.gemm.hopper_mx import config as configs
 from envoi.ops.gemm.hopper_mx import host
-from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.ops.gemm.reference import cut_rows, pick_expert, spread_columns
 from envoi.quant import dequantize, quantize
 from envoi.quant.pack import with_checked_scales
 from envoi.types import QuantTensor
@@ -37,6 +36,7 @@ from tests.gemm.test_gpu import (
     torchs_product,
 )
 from tests.helpers.accuracy import relative_error
+from tools.oracles.gemm import oracle
 
 __all__ = ["poisoned"]
 pytestmark = pytest.mark.gpu

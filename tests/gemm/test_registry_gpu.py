@@ -7,14 +7,14 @@ import torch
 
 from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.ops.gemm.backend import run_kernels
-from envoi.ops.gemm.by_torch import spread_columns
-from envoi.ops.gemm.reference import oracle
+from envoi.ops.gemm.reference import spread_columns
 from envoi.quant import dequantize
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, products_by_expert, torchs_product
 from tests.helpers.launches import assert_same_code, watched
 from tools.kernel_cases import gemm_hopper as cases
 from tools.kernel_cases import gemm_hopper_mx as mx_cases
+from tools.oracles.gemm import oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 HOPPER = (9, 0)

@@ -62,10 +62,11 @@ def arguments(size=256):
     return x, torch.zeros(size), (torch.zeros(size), 3), size, 0.5, 128
 
 
-def test_the_shortcut_launches_what_triton_does(launched):
+def test_the_shortcut_launches_what_triton_does(launched, monkeypatch):
     given = arguments()
-    launch(add, (2,), given, {"num_warps": 4})
-    launch(add, (2,), given, {"num_warps": 4})
+    for enabled in (False, True):
+        monkeypatch.setattr(module.shortcuts, "ENABLED", enabled)
+        launch(add, (2,), given, {"num_warps": 4})
     by_triton, by_shortcut = launched
     assert len(by_triton) == len(by_shortcut)
     for one, other in zip(by_triton, by_shortcut, strict=True):

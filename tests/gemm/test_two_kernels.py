@@ -19,7 +19,7 @@ from envoi.ops.gemm.triton.kernel import rows_kernel
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target
 from envoi.runtime.program import Launch, building, without_memory
-from envoi.tune.epilogues import logsumexp, logsumexp_of_max
+from envoi.tune.problems import logsumexp, logsumexp_of_max
 from envoi.types import QuantTensor
 from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from envoi.runtime import devices, triton_compat
 from envoi.runtime.devices import Target
 from envoi.runtime.launch import kind_of
-from envoi.runtime.prepared.parameters import Parameter, parameters_of
 from tests.helpers.fake_driver import FakeDriver
+from tools.kernel_cases import driver_for
 
 BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 
@@ -20,24 +20,30 @@ _compiled: dict[tuple, Any] = {}
 
 
 class CompilingDriver(FakeDriver):
-    """Driver that compiles. always: of each launch as always, its grid and its parameters, with their tensors."""
+    """Driver that compiles. always: of each launch as always, its kernel, its grid of 3 and its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.always: list[tuple[int, tuple[int, ...], list[Parameter]]] = []
+        self.always: list[tuple[Any, tuple[int, ...], tuple]] = []
 
     def target(self) -> Target:
         """Describe the GPU that it stands for."""
         return Target("sm_90", devices.num_sms(torch.device("cpu")))
 
-    def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
-        """Stand in for `launch.run`: compile, return the compiled kernel as if it were loaded."""
+    def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> None:
+        """Stand in for `launch.run`: compile, and note the launch."""
+        self.always.append((self._compiled(kernel, arguments, options), (*grid, 1, 1)[:3], arguments))
+
+    def load(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
+        """Stand in for `launch.load`: return the compiled kernel as if it were loaded."""
+        self.num_loaded += 1
+        return self._compiled(kernel, arguments, options)
+
+    def _compiled(self, kernel: Any, arguments: tuple, options: dict) -> Any:
         with _disable_current_modes():  # a GPU's launch is no operator of torch
-            kernel_of = compiled(kernel, arguments, options)
-        self.sizes[kernel_of.function] = parameter_sizes(kernel_of.asm["ptx"])
-        parameters = parameters_of(kernel_of, arguments, self)
-        self.always.append((kernel_of.function, (*grid, 1, 1)[:3], parameters))
-        return kernel_of
+            found = compiled(kernel, arguments, options)
+        self.sizes[found.function] = parameter_sizes(found.asm["ptx"])
+        return found
 
     def tensor_map(self, descriptor: Any, form: dict) -> bytes:
         """Make 128 bytes that begin with the address and depend on all else of a descriptor."""
@@ -47,6 +53,14 @@ class CompilingDriver(FakeDriver):
     def moved_map(self, tensor_map: bytes, address: int) -> bytes:
         """Return the map with another address."""
         return struct.pack("Q", address) + tensor_map[8:]
+
+
+def compile_like_a_launch(kernel: Any, arguments: tuple, options: dict) -> Any:
+    """Compile the kernel that a launch on Hopper would, as Triton does it; no GPU needed."""
+    triton_compat.own(kernel)
+    with driver_for("sm_90"):
+        launched = kernel.warmup(*arguments, grid=(1,), **triton_compat.FP_FUSION, **options)
+        return triton_compat.compiled_kernel(launched)
 
 
 def compiled(kernel: Any, arguments: tuple, options: dict) -> Any:

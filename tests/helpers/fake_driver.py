@@ -20,7 +20,7 @@ from envoi.runtime.devices import Target
 from envoi.runtime.prepared import calls
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, LaunchConfig
-from envoi.runtime.prepared.parameters import FORMATS
+from envoi.runtime.prepared.replay import FORMATS
 from tests.helpers import spoiled
 
 POINTED = {
@@ -35,6 +35,7 @@ def install(monkeypatch: Any, driver: Any) -> None:
     monkeypatch.setattr(shortcuts, "PREPARED", True)
     monkeypatch.setattr(driver_module, "active", lambda: driver)
     monkeypatch.setattr(launch, "run", driver.launch_as_always)
+    monkeypatch.setattr(launch, "load", driver.load)
     monkeypatch.setattr(calls, "_calls", calls.Calls())
     monkeypatch.setattr(workspace, "_scratch", {})
     monkeypatch.setattr(workspace.Scratch, "take", spoiled.take)
@@ -57,6 +58,7 @@ class FakeDriver:
     """Driver of one device, "cpu". calls: the LaunchConfig and the bytes of each parameter of each launch.
 
     sizes: of the parameters of each function. errors: what the next launches return, instead of running.
+    num_loaded: kernels of calls that were planned.
     """
 
     device_type = "cpu"
@@ -66,6 +68,7 @@ class FakeDriver:
     stream_now: int = 7
     capturing: bool = False
     contexts: list[int] = field(default_factory=list)
+    num_loaded: int = 0
 
     def current_device(self) -> int:
         """Return the number that CPU tensors have."""
@@ -132,16 +135,20 @@ class _WithoutCopies(GridExecutor):
 
 
 class InterpretingDriver(FakeDriver):
-    """Driver that runs kernels in the interpreter. kernels: (kernel, signature, its first arguments) by function."""
+    """Driver that runs kernels in the interpreter. kernels: (kernel, signature, planned arguments) by function."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: dict[int, tuple[Any, Any, tuple]] = {}
 
-    def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
-        """Stand in for `launch.run`: launch in the interpreter, return what stands for a compiled kernel."""
+    def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> None:
+        """Stand in for `launch.run`: launch in the interpreter."""
         with _disable_current_modes():  # a GPU's launch is no operator of torch
             kernel[grid](*arguments, **options)
+
+    def load(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
+        """Stand in for `launch.load`: return what stands for a compiled kernel."""
+        self.num_loaded += 1
         signature, _, _ = triton_compat.specialize(JITFunction(kernel.fn), arguments, "sm_90")
         function = len(self.kernels) + 1
         self.kernels[function] = kernel, signature, arguments
@@ -156,7 +163,7 @@ class InterpretingDriver(FakeDriver):
         return SimpleNamespace(function=function, metadata=metadata, packed_metadata=packed, src=source)
 
     def run(self, function: int, config: LaunchConfig, given: list[bytes]) -> None:
-        """Run the kernel on the parameters as they were handed over; constants are those of the first launch."""
+        """Run the kernel on the parameters as they were handed over; constants are the planned ones."""
         kernel, signature, first = self.kernels[function]
         values = iter(given)
         arguments = _arguments(tuple(signature.values()), first, values)

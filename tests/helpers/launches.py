@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from triton.runtime.jit import JITFunction
 
-from envoi.runtime import launch, prepared
+from envoi.runtime import launch, prepared, triton_compat
 from envoi.runtime.program import Launch
 from tools.machine_code import ptx
 from tools.machine_code.compile import compile_launch
@@ -18,19 +18,19 @@ PACKAGE = "envoi."
 
 @contextmanager
 def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
-    """Call `note(sha256, kernel)` at each launch within the context; the kernel's `asm` has its PTX."""
+    """Call `note(sha256, kernel)` when a launch within the context loads its kernel; its `asm` has the PTX."""
     original: Any = JITFunction.run
     known: dict[int, tuple[str, Any]] = {}  # keeps the kernel too, so that its id is not reused
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = original(self, *args, **kwargs)
-        if kernel is not None and not kwargs.get("warmup") and self.fn.__module__.startswith(PACKAGE):
+        kernel = triton_compat.compiled_kernel(original(self, *args, **kwargs))
+        if kernel is not None and self.fn.__module__.startswith(PACKAGE):
             if id(kernel) not in known:
                 known[id(kernel)] = ptx.sha256(kernel.asm["ptx"]), kernel
             note(*known[id(kernel)])
         return kernel
 
-    launch._compiled.clear()  # launches found in this cache, or prepared, would bypass the observer
+    launch._compiled.clear()  # kernels found in this cache, or prepared calls, would bypass the observer
     prepared.clear()
     JITFunction.run = run
     try:

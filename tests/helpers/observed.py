@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from envoi.ops.gemm import backend, by_torch
+from envoi.ops.gemm import backend, reference
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import permute
 from envoi.ops.moe.parallel import rail, symmetric_memory
@@ -153,9 +153,9 @@ def standing_for_gpu(target: Target) -> Iterator[None]:
         patch.setattr(launch, "run", run)
         patch.setattr(custom_op, "watched", lambda: False)
         # A GPU's host reads no values.
-        patch.setattr(by_torch, "check_offsets", lambda *_: None)
+        patch.setattr(reference, "check_offsets", lambda *_: None)
         for name in ("compute", "compute_groups"):  # takes long, and no list of launches has it
-            patch.setattr(by_torch, name, by_torchs_operators)
+            patch.setattr(reference, name, by_torchs_operators)
         patch.setattr(moe_api, "check_ids", lambda *_: None)
         yield
 

@@ -17,7 +17,6 @@ def take(self: workspace.Scratch, stream: int, num_floats: int) -> torch.Tensor:
 
 
 def spoil(value: float) -> None:
-    """Fill floats, and scratch memory that no call has, with a number."""
-    kept = [x for found in workspace._scratch.values() for memories in found.free.values() for x in memories]
-    for memory in [*workspace._floats.values(), *kept]:
+    """Fill scratch memory that no call has with a number."""
+    for memory in (x for found in workspace._scratch.values() for memories in found.free.values() for x in memories):
         memory.fill_(value)

@@ -31,8 +31,10 @@ def stand_in(used: Used, fact: Fact) -> Any:
     """Return a function, a class, an enum or a value as a fact says."""
     if used.takes:
         return function(fact["parameters"])
-    if used.methods:
+    if used.abstract is not None:
         return base(used, fact)
+    if used.methods:
+        return type(used.name, (), {name: function(["self", *given]) for name, given in fact["methods"].items()})
     if used.members and all(name.lstrip("k")[:1].isupper() for name in used.members):
         return enum.Enum(used.name, {name: name for name in fact["members"]})
     if used.members:

@@ -138,3 +138,21 @@ def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):
     assert engines.why_unbuilt(good, 8) == engines.why_unbuilt(good, 8) == "" and counts == [8]
     assert engines.why_unbuilt(bad, 8) == "its kernels can't be built: RuntimeError: warm_up: no such instruction"
     assert engines.why_unbuilt(bad, 8) and counts == [8, 8]
+
+
+def test_a_router_is_checked_and_built_once(monkeypatch):
+    counts = []
+    options = {
+        "gate": torch.zeros(8, 64, dtype=torch.bfloat16),
+        "k": 2,
+        "rule": envoi.router.Rule(),
+        "expert_bias": None,
+    }
+    assert engines.why_not_routed(options, 8) == "there is no GPU"
+    assert "k: expected" in engines.why_not_routed(options | {"k": 9}, 8)
+    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
+    monkeypatch.setattr(engines, "_built", {})
+    monkeypatch.setattr(engines, "_compile", lambda calls, device, max_tokens: counts.append(max_tokens))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    again = options | {"gate": torch.ones(8, 64, dtype=torch.bfloat16)}
+    assert [engines.why_not_routed(x, 8) for x in (options, again, options | {"k": 3})] == [""] * 3 and counts == [8, 8]

@@ -9,7 +9,7 @@ from envoi.integrations.names import Used
 from tools.engines.facts import fact
 
 SOURCE = {
-    "an_engine/__init__.py": "from an_engine.inner import choose\n",
+    "an_engine/__init__.py": "from an_engine.inner import choose\nfrom .inner import Kind\n",
     "an_engine/inner.py": """
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ KEY = ("a", 1)
 INNER = "an_engine.inner"
 ALL = (
     Used("an_engine", "choose", takes=("config", "kind")),
+    Used("an_engine", "Kind", members=("SLOW",)),
     Used(INNER, "Kind", members=("FAST", "SLOW")),
     Used(INNER, "Config", members=("size", "name", "is_big")),
     Used(
@@ -98,3 +99,9 @@ def test_what_has_moved_is_named(engine, used, why):
     with pytest.raises(names.MovedError) as caught:
         names.found_names([*ALL, used])
     assert str(caught.value).startswith(why)
+
+
+def test_what_keeps_a_module_from_being_imported_is_named(engine):
+    (engine / "an_engine" / "broken.py").write_text("import a_package_that_is_missing\nKEY = 1\n")
+    with pytest.raises(names.MovedError, match="no an_engine.broken.KEY: No module named 'a_package_that_is_missing'"):
+        names.found_names([Used("an_engine.broken", "KEY")])

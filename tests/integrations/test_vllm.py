@@ -14,9 +14,9 @@ import torch
 
 import envoi
 import envoi.integrations.vllm as integration
-from envoi.integrations import engines, names
+from envoi.integrations import engines, lines, names
 from envoi.integrations.vllm import experts, select
-from envoi.integrations.vllm.used import ALL, EXPERTS, SELECTORS
+from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
 from tests.integrations.stand_ins import OWN, RECORD, function, modules
@@ -44,7 +44,7 @@ def vllm(request, monkeypatch):
     monkeypatch.setattr(integration, "_done", False)
     monkeypatch.setattr(engines, "_why_not_here", lambda: "")
     monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(select, "_said", set())
+    monkeypatch.setattr(lines, "_said", set())
     experts.experts_class.cache_clear()
     yield found
     experts.experts_class.cache_clear()
@@ -81,7 +81,7 @@ def test_supported_releases_have_all_names(release):
 
 def test_the_record_is_of_the_supported_releases():
     assert set(RECORD) == {f"{engine} {release}" for engine, releases in RELEASES.items() for release in releases}
-    assert all(set(RECORD[release]) == {str(used) for used in ALL} for release in VLLM)
+    assert all(set(RECORD[release]) == {str(used) for used in (*ALL, *ROUTE)} for release in VLLM)
 
 
 def test_stand_ins_have_what_releases_have(vllm):
@@ -160,6 +160,17 @@ def test_envoi_is_chosen(vllm, format, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"Envoi runs the MoE layers in {format}, 4 experts of 256 x 128, top 2, swiglu"
     ]
+
+
+def test_deepseek_v4s_experts_are_chosen(vllm, caplog):
+    caplog.set_level(logging.INFO)
+    integration.register()
+    v4 = config(vllm, swiglu_limit=10.0)
+    backend, chosen = selector(vllm, "mxfp4 of DeepSeek-V4")(v4)
+    assert backend.name == "XPU" and chosen.format == "mxfp4"
+    assert experts.layer_of(v4, "mxfp4", v4.activation).limit == 10.0
+    assert "Envoi runs the MoE layers in mxfp4" in caplog.text
+    assert selector(vllm, "mxfp4 of DeepSeek-V4")(config(vllm, moe_backend="marlin")) == OWN
 
 
 REFUSED = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from envoi.runtime.kernel_case import KernelCase
 from tests.machine_code import kernels
+from tools.kernel_cases import KernelCase
 from tools.machine_code import __main__ as command
 from tools.machine_code import gate
 

@@ -15,8 +15,8 @@ from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.config import shared_bytes
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import SHARED_BYTES
-from envoi.runtime.kernel_case import EVERY_ARCH
 from tests.helpers.tools import pairs
+from tools.kernel_cases import EVERY_ARCH
 from tools.kernel_cases import gemm_hopper as hopper
 from tools.machine_code import gate
 from tools.machine_code.compile import Binary, compile_launch

@@ -94,7 +94,7 @@ def test_experts_with_many_rows_and_with_few(tokens, tiling, monkeypatch):
     rows = layer.routing.topk_ids.flatten().bincount(minlength=40)
     assert int((rows > MANY_ROWS.value).sum()) > 0 and int((rows <= MANY_ROWS.value).sum()) > 10
     packed = layer.pack(FORMAT)
-    monkeypatch.setattr(host, "_tiling", lambda problems, codes, _: host._fitted(problems, codes, tiling))
+    monkeypatch.setattr(host, "tiling_of", lambda problems, codes, _: host._fitted(problems, codes, tiling))
     for _ in range(3):
         two, one = both(layer, packed)
         assert_same_bits(one, two)

@@ -27,15 +27,16 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
-from envoi.runtime import devices, launch, planned_kernels, triton_compat, workers
+from envoi.runtime import devices, launch, planned_kernels, workers
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.kernel_case import kernel_key
 from envoi.runtime.planned_kernels import find, launches_of
 from envoi.types import Routing
 from envoi.warming import RouterCall
+from tests.helpers.compiling_driver import compile_like_a_launch
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import reglu
+from tools.kernel_cases import kernel_key
 
 HOPPER = Target("sm_90")
 # A CPU's constants differ: no cast to E4M3, no overlap of launches, no clock.
@@ -223,10 +224,10 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, how):
     if how == "without processes":
         monkeypatch.setattr(workers.sys, "executable", "/nowhere/python")
     if how == "workers that fail":
-        monkeypatch.setattr(warm_up, "compile_at", fails)
+        monkeypatch.setattr(planned_kernels, "compile_at", fails)
     with standing_for(HOPPER):
         calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, format, "swiglu", bias=True), 3)]
-    sites = warm_up.compile_calls(calls, HOPPER, range(1, 151), 2, progress=False, for_launch=False)
+    sites = planned_kernels.compile_calls(calls, HOPPER, range(1, 151), 2, progress=False, for_launch=False)
     assert set(sites) == set(find(calls, HOPPER, range(1, 151)).values()) and len(sites) >= 5
     events = []
     monkeypatch.setattr(
@@ -234,10 +235,10 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, how):
     )
     for num_tokens in random.Random(how).sample(range(1, 151), 12):
         for kernel, _, arguments, options in launches_of(calls[0], num_tokens, HOPPER):
-            triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+            compile_like_a_launch(kernel, arguments, options)
     assert events and all(hit for _, hit in events), events
     kernel, _, arguments, options = launches_of(replace(calls[0], num_topk=num_topk), 5, HOPPER)[-1]
-    triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+    compile_like_a_launch(kernel, arguments, options)
     assert events[-1] == ("combine_kernel", False)  # the test would see it
 
 
@@ -250,12 +251,12 @@ def refuse(*arguments):
 
 
 def test_a_kernel_that_is_refused_is_an_error_of_this_process(monkeypatch):
-    monkeypatch.setattr(warm_up, "compile_at", fails)
-    monkeypatch.setattr(warm_up, "compile_here", refuse)
+    monkeypatch.setattr(planned_kernels, "compile_at", fails)
+    monkeypatch.setattr(planned_kernels, "compile_here", refuse)
     with standing_for(HOPPER):
         calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False), 2)]
     with pytest.raises(RuntimeError, match=r"for \d tokens can't be compiled: ValueError: too much shared memory") as e:
-        warm_up.compile_calls(calls, HOPPER, range(1, 3), 2, progress=False, for_launch=False)
+        planned_kernels.compile_calls(calls, HOPPER, range(1, 3), 2, progress=False, for_launch=False)
     assert isinstance(e.value.__cause__, ValueError)
 
 

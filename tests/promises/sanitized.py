@@ -26,7 +26,7 @@ from envoi.ops.indexer import fast
 from envoi.ops.indexer.select import orders_for
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS, quantize
-from envoi.runtime import launch
+from envoi.runtime import launch, triton_compat
 from envoi.runtime.devices import num_sms
 from envoi.types import ExpertWeights
 from tests.moe.layers import Layer, make
@@ -235,16 +235,16 @@ def programs() -> dict[str, Callable[[], bool]]:
 
 @contextmanager
 def noting() -> Iterator[dict[str, Any]]:
-    """Note the kernels that are launched within the context: module and name, and the hash of the PTX -> the kernel."""
+    """Note the kernels that launches within the context load: module and name, and the PTX's hash -> the kernel."""
     original, found = JITFunction.run, dict[str, Any]()
 
     def run(self, *arguments, **named):
-        kernel: Any = original(self, *arguments, **named)
-        if kernel is not None and not named.get("warmup"):
+        kernel: Any = triton_compat.compiled_kernel(original(self, *arguments, **named))
+        if kernel is not None:
             found[f"{self.fn.__module__}.{self.fn.__name__} {ptx.sha256(kernel.asm['ptx'])}"] = kernel
         return kernel
 
-    launch._compiled.clear()  # launches found in this cache would bypass the observer
+    launch._compiled.clear()  # kernels found in this cache would bypass the observer
     JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield found

@@ -28,12 +28,6 @@ def hopper(monkeypatch) -> CompilingDriver:
     for name in ("_counters", "_blanks"):
         monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))
     monkeypatch.setattr(workspace.Kept, "new", lambda kept, count, device: kept.take(count, device))
-    monkeypatch.setattr(workspace, "_floats", {})
-    floats = workspace.floats
-    monkeypatch.setattr(
-        workspace, "floats",
-        lambda count, on: workspace._floats_under_way(count, on) if on.type == "cpu" else floats(count, on),
-    )  # fmt: skip
     for module in (devices, symmetric_memory):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(permute, "casts_e4m3", lambda device: True)

@@ -27,7 +27,7 @@ assert state() == before, "an import"
 target = Target("sm_90")
 with standing_for(target):
     calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "bf16", "swiglu", False), 2)]
-sites = warm_up.compile_calls(calls, target, range(1, 3), 1, progress=False, for_launch=True)
+sites = planned_kernels.compile_calls(calls, target, range(1, 3), 1, progress=False, for_launch=True)
 assert len(sites) >= 3
 assert state() == before, "a warm-up"
 planned_kernels.compile_here(calls, target, sites[0])

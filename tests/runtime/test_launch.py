@@ -25,11 +25,15 @@ def general_kernel(x, n, SIZE: tl.constexpr, FLAG: tl.constexpr):
 
 
 class Compiled:
+    """Compiled kernel; calls: how each launch came by it, the grid, and the arguments but the first."""
+
     def __init__(self, calls):
-        self.calls = calls
+        self.calls, self.is_new = calls, True
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append(("found", grid, arguments[1:]))
+        assert not is_compiling(), "peers wait as long as this says; a launch may wait for them"
+        how, self.is_new = "compiled" if self.is_new else "found", False
+        return lambda *arguments: self.calls.append((how, grid, arguments[1:]))
 
     def _init_handles(self):
         assert is_compiling()
@@ -40,9 +44,9 @@ def calls(monkeypatch):
     calls = []
 
     def run(self, *arguments, grid, warmup, **options):
-        assert is_compiling() == warmup, "peers wait as long as this says; a launch may wait for them"
         if not warmup:
             calls.append(("triton", grid, arguments[1:]))
+        assert is_compiling() == warmup
         return Compiled(calls)
 
     monkeypatch.setattr(JITFunction, "run", run)
@@ -76,7 +80,7 @@ def test_the_same_constants_are_found_again(calls):
     x = torch.zeros(8)
     launch(kernel, (3,), (x, 5, 64, True), {"num_warps": 4})
     launch(kernel, (4, 2), (torch.zeros(8), 7, 64, True), {"num_warps": 4})
-    assert calls == [("triton", (3,), (5, 64, True)), ("found", (4, 2, 1), (7, 64, True))]
+    assert calls == [("compiled", (3, 1, 1), (5, 64, True)), ("found", (4, 2, 1), (7, 64, True))]
 
 
 @pytest.mark.parametrize(("constants", "warps"), [((64, False), 4), ((128, True), 4), ((64, True), 8)])
@@ -84,7 +88,7 @@ def test_others_are_compiled(calls, constants, warps):
     x = torch.zeros(8)
     launch(kernel, (1,), (x, 5, 64, True), {"num_warps": 4})
     launch(kernel, (1,), (x, 5, *constants), {"num_warps": warps})
-    assert kinds_of_calls(calls) == ["triton", "triton"]
+    assert kinds_of_calls(calls) == ["compiled", "compiled"]
 
 
 def kinds_of_calls(calls):
@@ -95,7 +99,7 @@ def test_tensors_off_16_bytes_are_others(calls):
     x = torch.zeros(8)
     for start in (0, 1, 1, 0):
         launch(kernel, (1,), (x[start:], 5, 64, True), {})
-    assert kinds_of_calls(calls) == ["triton", "triton", "found", "found"]
+    assert kinds_of_calls(calls) == ["compiled", "compiled", "found", "found"]
 
 
 @pytest.mark.parametrize("other", [1, 32, 1 << 31, 5.0, None, torch.zeros(2), (5,), (5, torch.zeros(2))])
@@ -105,7 +109,7 @@ def test_what_triton_compiles_for_is_told_apart(calls, other):
     launch(kernel, (1,), (x, other, 64, True), {})
     launch(kernel, (1,), (x, other, 64, True), {})
     launch(kernel, (1,), (x, 7, 64, True), {})
-    assert kinds_of_calls(calls) == ["triton", "triton", "found", "found"]
+    assert kinds_of_calls(calls) == ["compiled", "compiled", "found", "found"]
 
 
 @pytest.mark.parametrize("other", [0, 1, 16, -5, (1 << 31) - 1])
@@ -113,7 +117,7 @@ def test_integers_for_which_triton_does_not_specialize_are_one(calls, other):
     x = torch.zeros(8)
     launch(general_kernel, (1,), (x, 5, 64, True), {})
     launch(general_kernel, (1,), (x, other, 64, True), {})
-    assert kinds_of_calls(calls) == ["triton", "found"]
+    assert kinds_of_calls(calls) == ["compiled", "found"]
 
 
 @pytest.mark.parametrize("other", [1 << 31, True, 5.0, None, torch.zeros(2), (5,)])
@@ -122,20 +126,20 @@ def test_types_are_told_apart_without_specialization_too(calls, other):
     launch(general_kernel, (1,), (x, 5, 64, True), {})
     launch(general_kernel, (1,), (x, other, 64, True), {})
     launch(general_kernel, (1,), (x, 7, 64, True), {})
-    assert kinds_of_calls(calls) == ["triton", "triton", "found"]
+    assert kinds_of_calls(calls) == ["compiled", "compiled", "found"]
 
 
 def test_dtypes_of_tensors_in_tuples_are_told_apart(calls):
     x = torch.zeros(8)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         launch(kernel, (1,), (x, (torch.zeros(8, dtype=dtype), None), 64, True), {})
-    assert kinds_of_calls(calls) == ["triton", "triton", "found"]
+    assert kinds_of_calls(calls) == ["compiled", "compiled", "found"]
 
 
 def test_descriptors_are_told_apart_by_dtype_and_box(calls):
     for dtype, columns in ((torch.bfloat16, 64), (torch.bfloat16, 32), (torch.float16, 64), (torch.bfloat16, 64)):
         launch(kernel, (1,), (descriptor(torch.zeros(64, 128, dtype=dtype), 64, columns), 5, 64, True), {})
-    assert kinds_of_calls(calls) == ["triton", "triton", "triton", "found"]
+    assert kinds_of_calls(calls) == ["compiled", "compiled", "compiled", "found"]
 
 
 def test_a_descriptor_wants_16_bytes():

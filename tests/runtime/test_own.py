@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from envoi.runtime import ptx_changes, triton_compat
 from envoi.runtime.program import without_memory
 from envoi.runtime.ptx_changes import remark
+from tests.helpers.compiling_driver import compile_like_a_launch
 from tests.helpers.fresh import run
 
 TARGET = triton_compat.target_of("sm_90")
@@ -82,7 +83,7 @@ def test_another_threads_kernel_is_not_changed_meanwhile(monkeypatch, seen):
 
 
 def test_a_launch_compiles_with_the_changes(seen):
-    triton_compat.compile_like_a_launch(launched, (without_memory((4,), torch.int32),), "sm_90", {})
+    compile_like_a_launch(launched, (without_memory((4,), torch.int32),), {})
     assert seen == ["launched"]
 
 

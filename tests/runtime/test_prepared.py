@@ -25,7 +25,7 @@ from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config, fitted
 from envoi.runtime import launch, program, shortcuts, workspace
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared import calls, driver, exactly, forms, parameters, replay
+from envoi.runtime.prepared import calls, driver, exactly, replay
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import gemm_cases, moe_cases, normal, route_cases
@@ -44,10 +44,10 @@ def prepare(function=envoi.gemm, arguments=None, **named):
 
 
 def replays(hopper, function, *arguments, **named) -> bool:
-    """Call, and tell whether the driver was handed a launch."""
-    before = len(hopper.calls)
+    """Call, and tell whether the driver was handed a launch of kernels that were loaded before."""
+    before, num_loaded = len(hopper.calls), hopper.num_loaded
     function(*arguments, **named)
-    return len(hopper.calls) > before
+    return len(hopper.calls) > before and hopper.num_loaded == num_loaded
 
 
 def addresses(hopper) -> set[int]:
@@ -55,14 +55,14 @@ def addresses(hopper) -> set[int]:
     return {int.from_bytes(value[:8], "little") for value in hopper.calls[-1][2] if len(value) >= 8}
 
 
-def test_the_second_call_is_replayed_on_its_own_tensors(hopper):
-    prepare()
-    assert not hopper.calls
-    a, b = sides(seed=5)
-    out = envoi.gemm(a, b)
-    assert {x.data_ptr() for x in (a, b, out)} <= addresses(hopper)
-    assert (out.shape, out.dtype, out.stride()) == ((64, 128), torch.bfloat16, (128, 1))
-    (_, config, _) = hopper.calls[0]
+def test_every_call_runs_on_its_own_tensors(hopper):
+    for seed in (0, 5):
+        a, b = sides(seed=seed)
+        out = envoi.gemm(a, b)
+        assert {x.data_ptr() for x in (a, b, out)} <= addresses(hopper)
+        assert (out.shape, out.dtype, out.stride()) == ((64, 128), torch.bfloat16, (128, 1))
+    assert hopper.num_loaded == 1 and not hopper.always
+    (_, config, _) = hopper.calls[1]
     assert config.stream == 7 and config.num_attributes == 0 and config.shared_bytes > 0
 
 
@@ -229,8 +229,8 @@ def test_a_scalar_operand_is_part_of_the_key(hopper):
 
 def refusal(hopper, monkeypatch, change=lambda compiled: compiled, planned=lambda: None) -> str:
     """Return why a call is refused whose kernels are these, or that does something besides its launches."""
-    as_before, original = hopper.launch_as_always, host.work_of
-    monkeypatch.setattr(launch, "run", lambda *given: change(as_before(*given)))
+    as_before, original = hopper.load, host.work_of
+    monkeypatch.setattr(launch, "load", lambda *given: change(as_before(*given)))
     monkeypatch.setattr(host, "work_of", lambda *given: (planned(), original(*given))[1])
     prepare()
     assert not replays(hopper, envoi.gemm, *sides())
@@ -351,9 +351,9 @@ def test_stand_ins_have_the_alignment_of_their_tensors():
 def test_numbers_that_do_not_fit():
     for kind, value in (("bf16", 1.0), ("fp32", 1e39)):
         with pytest.raises(program.RefusedError):
-            parameters._number(kind, value)
-    assert parameters._number("fp32", float("inf")) == b"\x00\x00\x80\x7f"
-    assert parameters._number("i32", -1) == b"\xff" * 4
+            replay._number(kind, value)
+    assert replay._number("fp32", float("inf")) == b"\x00\x00\x80\x7f"
+    assert replay._number("i32", -1) == b"\xff" * 4
 
 
 # Memory
@@ -648,7 +648,7 @@ def test_calls_are_found_by_torchs_guards(hopper, monkeypatch):
 
 
 def test_calls_are_found_by_key_where_torch_has_no_guards(hopper, monkeypatch):
-    monkeypatch.setattr(forms, "_guards", None)
+    monkeypatch.setattr(calls, "_guards", None)
     prepare()
     assert replays(hopper, envoi.gemm, *sides(seed=3))
     assert not replays(hopper, envoi.gemm, *sides(M=63))
@@ -656,7 +656,7 @@ def test_calls_are_found_by_key_where_torch_has_no_guards(hopper, monkeypatch):
 
 
 def test_a_tensor_in_place_of_none_is_another_form():
-    made = forms.Forms(8)
+    made = calls.Forms(8)
     x, y, call = torch.zeros(2, 3), torch.zeros(4), SimpleNamespace()
     made.add(("f",), (x, None, y), call)
     here = -1
@@ -673,12 +673,12 @@ def test_a_tensor_in_place_of_none_is_another_form():
 
 
 def test_forms_are_bounded():
-    made, call = forms.Forms(8), SimpleNamespace()
+    made, call = calls.Forms(8), SimpleNamespace()
     for size in range(1, 30):
         for columns in range(1, 9):  # as many variants of a form
             made.add(("f",), (torch.zeros(size), torch.zeros(columns)), call)
         assert len(made.known) <= 8
-        assert all(len(variants) <= forms.MOST_VARIANTS for variants in made.known.values())
+        assert all(len(variants) <= calls.MOST_VARIANTS for variants in made.known.values())
 
 
 RECORD = """
@@ -686,10 +686,10 @@ import sys
 import torch
 from envoi.runtime import program
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared import forms
+from envoi.runtime.prepared import calls
 
 program.plan(lambda: torch.empty(3, device="meta").view(3).contiguous(), (), {}, [], Target("sm_90"))
-forms.Forms(8).add(("f",), (torch.zeros(3),), None)
+calls.Forms(8).add(("f",), (torch.zeros(3),), None)
 print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))))
 """
 

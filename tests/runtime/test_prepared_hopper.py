@@ -14,6 +14,7 @@ import torch
 import envoi
 from envoi.runtime import shortcuts, workspace
 from envoi.runtime.prepared import Calls, calls
+from envoi.runtime.prepared.replay import parameters_of
 from tests.helpers.compiling_driver import CompilingDriver
 from tests.helpers.slow import mostly_slow
 from tests.runtime.prepared_cases import Case, gemm_cases, indexer_cases, moe_cases, route_cases, tensors_in
@@ -33,7 +34,7 @@ CASES = {
 def assert_replayed(
     case: Case, hopper: CompilingDriver, known: Calls | None = None, owned: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Estimate a call, and compare what the next one hands to the driver with a call as always.
+    """Make a call, and compare what the next one hands to the driver with a call as always.
 
     known: where the call is kept. owned: tensors that stay where they are.
     """
@@ -42,6 +43,7 @@ def assert_replayed(
     assert not (known or calls._calls).refusals()
     given, named = case.arguments(2)
     hopper.always.clear()
+    hopper.calls.clear()
     shortcuts.PREPARED = False
     want = case.function(*given, **named)
     shortcuts.PREPARED = True
@@ -53,13 +55,12 @@ def assert_replayed(
     for x, y in zip(tensors_in(want), tensors_in(got), strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
         places[storage(x)] = storage(y)
-    # Sums, for one launch each, share memory that a stream keeps, but are parts of their own in a replay's scratch.
     kept = [x for pool in (workspace._counters, workspace._blanks) for _, x in pool.shared.values()]
-    sums = {storage(x) for x in workspace._forever} - {storage(x) for x in kept}
     for x in (*kept, *owned):
         places[storage(x)] = storage(x)
-    for (function, config, values), (other, grid, parameters) in zip(hopper.calls, hopper.always, strict=True):
-        assert function == other and tuple(config.grid) == grid and config.stream == hopper.stream_now
+    for (function, config, values), (kernel, grid, arguments) in zip(hopper.calls, hopper.always, strict=True):
+        assert function == kernel.function and tuple(config.grid) == grid and config.stream == hopper.stream_now
+        parameters = parameters_of(kernel, arguments, hopper, 0)
         for value, parameter in zip(values, parameters, strict=True):
             assert value[8:] == parameter.value[8:]
             if parameter.tensor is None or not parameter.tensor.numel():
@@ -68,7 +69,7 @@ def assert_replayed(
             (address,) = struct.unpack_from("Q", value)
             start, length = storage(parameter.tensor)
             place = address - (parameter.tensor.data_ptr() - start), length
-            assert places.setdefault((start, length), place) == place or (start, length) in sums
+            assert places.setdefault((start, length), place) == place
     ranges = sorted(set(places.values()))
     assert all(start + length <= after for (start, length), (after, _) in pairwise(ranges))
 

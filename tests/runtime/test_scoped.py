@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from envoi.runtime.scoped import scoped
+from envoi.runtime.devices import scoped
 
 
 class Local(threading.local):

@@ -19,7 +19,7 @@ def enabled(request, monkeypatch):
 def test_launches_go_through_triton_if_it_is_safe(calls, enabled):  # noqa: F811
     for _ in range(3):
         launch(kernel, (3,), (torch.zeros(8), 5, 64, True), {"num_warps": 4})
-    assert kinds_of_calls(calls) == (["triton", "found", "found"] if enabled else ["triton"] * 3)
+    assert kinds_of_calls(calls) == (["compiled", "found", "found"] if enabled else ["triton"] * 3)
 
 
 def test_calls_go_through_the_dispatcher_if_it_is_safe(enabled):

@@ -1,7 +1,5 @@
 """Sharing of self-resetting memory: streams, captures, and the pool for graphs when it is full."""
 
-import threading
-import time
 import weakref
 
 import pytest
@@ -78,46 +76,6 @@ def test_launches_have_their_own_when_the_pool_is_used_up(on):
     on(1, 9)
     assert start(kept.take(quarter, CPU)) == start(kept.take(quarter, CPU)), "no new pool outside of captures"
     assert len(kept.pools[CPU]) == 2
-
-
-@pytest.fixture
-def floats(on, monkeypatch):
-    """Return what takes floats, none kept yet."""
-    monkeypatch.setattr(workspace, "_floats", {})
-    return lambda count: workspace._floats_under_way(count, CPU)
-
-
-def test_launches_of_a_stream_share_floats_up_to_a_number(on, floats):
-    first = floats(10)
-    assert first.isnan().all() and start(floats(first.numel())) == start(first)
-    more = floats(first.numel() + 1)
-    assert start(floats(10)) == start(more) != start(first)
-    assert start(floats(workspace.MOST_FLOATS)) == start(floats(10))
-    assert start(floats(workspace.MOST_FLOATS + 1)) != start(floats(10))
-    on(1, 5)
-    assert start(floats(10)) != start(more), "of a capture"
-    on(2)
-    assert start(floats(10)) != start(more), "of another stream"
-    spoil(7.0)
-    assert (floats(10) == 7.0).all()
-
-
-def test_threads_that_share_a_stream_get_as_many_floats_as_they_need(floats, monkeypatch):
-    lasting = workspace.lasting
-
-    def slowly(count, *rest):
-        time.sleep(0.2 if count < 1 << 18 else 0.05)  # the thread that needs fewer is done later
-        return lasting(count, *rest)
-
-    monkeypatch.setattr(workspace, "lasting", slowly)
-    got = {}
-    threads = [threading.Thread(target=lambda n=n: got.update({n: floats(n).numel()})) for n in (100_000, 200_000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(count >= wanted for wanted, count in got.items())
-    assert floats(1).numel() >= 200_000
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Names of serving engines that the integrations rely on, in the releases that are supported.
 
-    python -m tools.engines            download each supported release (300 MB), compare with what is recorded
+    python -m tools.engines            download each supported release (300 MB), compare with what is recorded, and run
+                                       layers of those that can run without a GPU: SGLang's
     python -m tools.engines --record   and record what they have: tests/integrations/engines.json
     python -m tools.engines --newest   the newest releases: is anything that the integrations rely on gone?
 
@@ -8,9 +9,17 @@ Exits with 1 if an integration wouldn't run in one of them, or if a record isn't
 """
 
 import argparse
+import os
+import subprocess
 import sys
+import tempfile
+import zipfile
+from pathlib import Path
 
-from tools.engines.facts import RELEASES, facts_of, problems, record, recorded
+from tools.engines.facts import RELEASES, downloaded, facts_of, problems, record, recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("dill", "msgspec")  # packages without which SGLang's modules can't be imported
 
 
 def main() -> int:
@@ -22,8 +31,12 @@ def main() -> int:
     wanted = [(x, None) for x in RELEASES] if args.newest else [(x, y) for x, all_ in RELEASES.items() for y in all_]
     known, found, failed = recorded() if not (args.record or args.newest) else {}, {}, False
     for engine, release in wanted:
-        version, facts = facts_of(engine, release)
-        why = problems(engine, facts)
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = downloaded(engine, release, folder)
+            version, facts = facts_of(engine, wheel)
+            why = problems(engine, facts)
+            if engine == "sglang" and not (why or args.record) and not runs_layers(wheel, Path(folder) / "files"):
+                why.append("its layers don't run as they should")
         if known and known.get(f"{engine} {version}") != facts:
             why.append("what is recorded differs: run python -m tools.engines --record")
         print(f"{engine} {version}: {'; '.join(why) or f'all {len(facts)} names are as they were'}", flush=True)
@@ -32,6 +45,17 @@ def main() -> int:
     if args.record:
         record(found)
     return int(failed)
+
+
+def runs_layers(wheel: Path, folder: Path) -> bool:
+    """Run `tools.engines.sglang_layers` on a wheel's Python files; return whether all is well."""
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder, [name for name in file.namelist() if not name.endswith(".so")])
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+    subprocess.run([*install, *NEEDED], check=True)
+    path = os.pathsep.join((str(folder), str(ROOT / "src"), str(ROOT)))
+    command = [sys.executable, "-W", "ignore", "-m", "tools.engines.sglang_layers"]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode == 0
 
 
 if __name__ == "__main__":

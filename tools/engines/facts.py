@@ -7,18 +7,18 @@ import ast
 import json
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from envoi.integrations.names import Fact, Used, missing
-from envoi.integrations.vllm.used import ALL as VLLM
+from envoi.integrations.sglang.used import ALL as SGLANG
+from envoi.integrations.vllm.used import ALL, ROUTE
 
 RECORD = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "engines.json"
-RELEASES = {"vllm": ("0.26.0", "0.33.0")}
-USED: dict[str, Sequence[Used]] = {"vllm": VLLM}
+RELEASES = {"vllm": ("0.26.0", "0.33.0"), "sglang": ("0.5.23",)}
+USED: dict[str, Sequence[Used]] = {"vllm": (*ALL, *ROUTE), "sglang": SGLANG}
 Read = Callable[[str], str | None]  # a path in a wheel -> its text, None if it isn't there
 
 
@@ -37,20 +37,24 @@ def problems(engine: str, facts: dict[str, Fact | None]) -> list[str]:
     return [why for used in USED[engine] if (why := missing(used, facts.get(str(used))))]
 
 
-def facts_of(engine: str, release: str | None) -> tuple[str, dict[str, Fact | None]]:
-    """Download a release's wheel, None for the newest, and return its version and facts."""
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = engine if release is None else f"{engine}=={release}"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
-        subprocess.run([*command, wanted], check=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as file:
-            names = set(file.namelist())
+def downloaded(engine: str, release: str | None, folder: str) -> Path:
+    """Download a release's wheel, None for the newest, and return where it is."""
+    wanted = engine if release is None else f"{engine}=={release}"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
+    subprocess.run([*command, wanted], check=True)
+    (wheel,) = Path(folder).glob("*.whl")
+    return wheel
 
-            def read(path: str) -> str | None:
-                return file.read(path).decode() if path in names else None
 
-            return wheel.name.split("-")[1], {str(used): fact(used, read) for used in USED[engine]}
+def facts_of(engine: str, wheel: Path) -> tuple[str, dict[str, Fact | None]]:
+    """Return a wheel's version and facts."""
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+
+        def read(path: str) -> str | None:
+            return file.read(path).decode() if path in names else None
+
+        return wheel.name.split("-")[1], {str(used): fact(used, read) for used in USED[engine]}
 
 
 def fact(used: Used, read: Read) -> Fact | None:
@@ -79,20 +83,32 @@ def fact(used: Used, read: Read) -> Fact | None:
 def _find(module: str, name: str, read: Read) -> tuple[Any, ast.Module] | None:
     """Return a name's definition and the module that has it, which may be another that this one imports it from."""
     path = module.replace(".", "/")
-    text = read(f"{path}/__init__.py") or read(f"{path}.py")
+    package = read(f"{path}/__init__.py")
+    text = package or read(f"{path}.py")
     if text is None:
         return None
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not node.module or node.level or node.module == module:
+        if (
+            not isinstance(node, ast.ImportFrom)
+            or not node.module
+            or (source := _source(node, module, package)) == module
+        ):
             continue
         if any((alias.asname or alias.name) == name for alias in node.names):
-            return _find(node.module, name, read)
+            return _find(source, name, read)
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if getattr(node, "name", None) == name or any(getattr(x, "id", None) == name for x in targets):
             return node, tree
     return None
+
+
+def _source(node: ast.ImportFrom, module: str, package: str | None) -> str:
+    """Return the module that a module, or a package with that text, imports from."""
+    parts = module.split(".")
+    above = parts[: len(parts) - node.level + (package is not None)] if node.level else []
+    return ".".join((*above, str(node.module)))
 
 
 def _ancestry(node: ast.ClassDef, tree: ast.Module) -> list[ast.ClassDef]:

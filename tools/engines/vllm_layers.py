@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
+from tools.engines.weights import fill, widened
+
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
 E, H, I, K = (32, 2048, 768, 4) if GPU else (8, 512, 256, 2)  # noqa: E741
 COUNTS = (1, 16, 64, 300, 2000) if GPU else (5,)
 MOE = "vllm.model_executor.layers.fused_moe"
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 FORM = {  # error against float64 that each format's rounding of tokens allows
     "bf16": 0.006, "fp8_block128": 0.06, "fp8_row": 0.06, "mxfp8": 0.06, "mxfp4": 0.006, "nvfp4": 0.006
 }  # fmt: skip
@@ -70,51 +71,6 @@ class FakeLayer(torch.nn.Module):
 
     def _expert_routing_tables(self) -> None:
         return None
-
-
-def fill(layer: torch.nn.Module) -> None:
-    """Write random weights and factors of a trained model's sizes."""
-    source = torch.Generator(DEVICE).manual_seed(0)
-    here = {"generator": source, "device": DEVICE}
-
-    def normal(shape: Any) -> torch.Tensor:
-        return torch.randn(shape, **here)
-
-    for name, parameter in layer.named_parameters():
-        x = parameter.data
-        if x.dtype == torch.uint8:
-            low, high = (118, 122) if "scale" in name else (0, 256)
-            x.copy_(torch.randint(low, high, x.shape, **here))
-        elif x.dtype == torch.float8_e4m3fn:
-            x.copy_((normal(x.shape) * (0.3 if "scale" in name else 64)).abs().clamp(0.05, 448).to(x.dtype))
-            if "scale" not in name:
-                x.copy_((normal(x.shape) * 64).clamp(-448, 448).to(x.dtype))
-        elif "scale" in name:
-            x.copy_(torch.rand(x.shape, **here) * 4e-4 + 2e-4)
-            if x.dim() == 2 and x.shape[1] == 2:
-                x.copy_(x[:, :1].expand(x.shape).clone())  # vLLM wants gate's and up's to be one
-        elif "bias" in name:
-            x.copy_(normal(x.shape) * 0.02)
-        else:
-            x.copy_(normal(x.shape) / x.shape[-1] ** 0.5)
-
-
-def widened(values: torch.Tensor, sf: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return weights in float64 [E, R, C]: values times the factor of their group, times a scale a matrix."""
-    wide = values.double() if values.dtype != torch.uint8 else None
-    if wide is None:
-        code, table = values.long(), E2M1.to(values.device)
-        wide = torch.stack((table[code & 15], table[code >> 4]), -1).flatten(-2)
-    if sf is not None:
-        factor = torch.exp2(sf.double() - 127) if sf.dtype == torch.uint8 else sf.double()
-        if factor.dim() == 1:
-            factor = factor[:, None, None]
-        elif factor.dim() == 2:  # of gate and up
-            factor = factor[:, :, None]
-        for axis in (1, 2):
-            factor = factor.repeat_interleave(wide.shape[axis] // factor.shape[axis], axis)
-        wide = wide * factor
-    return wide if scale is None else wide * scale.double().reshape(len(wide), -1)[:, :1, None]
 
 
 def expected(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: Any, w: dict[str, Any]) -> torch.Tensor:
@@ -228,6 +184,13 @@ def oss_method(moe_config: Any) -> Any:
     return GptOssMxfp4MoEMethod(moe_config)
 
 
+def v4_method(moe_config: Any) -> Any:
+    """Return vLLM's method for MXFP4 experts of DeepSeek-V4 and others but gpt-oss."""
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    return Mxfp4MoEMethod(moe_config)
+
+
 def plain_method(moe_config: Any) -> Any:
     """Return vLLM's method for weights that aren't quantised."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -246,6 +209,7 @@ CASES: dict[str, tuple[str, Callable, dict[str, Any]]] = {
     "fp8 a row": ("fp8_row", channel_method, {}),
     "mxfp8": ("mxfp8", lambda c: modelopt_method(c, "mxfp8"), {}),
     "mxfp4 of gpt-oss": ("mxfp4", oss_method, OSS),
+    "mxfp4 of DeepSeek-V4": ("mxfp4", v4_method, {"swiglu_limit": 10.0}),
     "nvfp4, W4A16": ("nvfp4", lambda c: modelopt_method(c, "W4A16_NVFP4"), {}),
     "nvfp4, W4A4": ("nvfp4", lambda c: modelopt_method(c, "NVFP4"), {}),
 }
@@ -311,7 +275,7 @@ def main() -> None:
     """Run all checks, print a line for each; exit with 1 if one fails."""
     import vllm
 
-    from envoi.integrations.vllm import select
+    from envoi.integrations import lines
 
     stack = contextlib.ExitStack()
     prepare(stack)
@@ -347,12 +311,12 @@ def main() -> None:
     _, errors = run(plain_method(moe_config), moe_config, expert_map)
     judge("bf16, experts of other ranks", max(errors.values()) < FORM["bf16"], said(errors))
     for reason, changed in REFUSED.items():
-        select._said.clear()
+        lines._said.clear()
         try:
             chosen: Any = plain_method(config(**changed)).experts_cls
         except Exception as problem:  # vLLM has no kernels for a CPU
             chosen = problem
-        told = " / ".join(select._said)
+        told = " / ".join(lines._said)
         judge(f"refused: {reason}", reason in told and "EnvoiExperts" not in repr(chosen), told)
     sys.exit(failed > 0)
 

@@ -14,9 +14,8 @@ from envoi.ops.gemm.blackwell import host, sf_layout
 from envoi.ops.gemm.blackwell.config import BlackwellConfig
 from envoi.ops.gemm.blackwell.kernel import gemm_kernel
 from envoi.ops.gemm.hopper.host import Call
-from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import BLACKWELL, KernelCase
 from envoi.runtime.program import Launch, without_memory
+from tools.kernel_cases import BLACKWELL, KernelCase, driver_for
 from tools.kernel_cases.operands import operands_of
 
 NUM_SMS = 148
@@ -30,7 +29,7 @@ def launch_of(
     sizes: tuple[int, int, int] = SIZES, num_experts: int = 0,
 ) -> Launch:  # fmt: skip
     """Return the launch with an epilogue. dtypes: of a and b; uint8 is FP4. num_experts: 0 = ungrouped."""
-    with triton_compat.driver_for(BLACKWELL[0]):
+    with driver_for(BLACKWELL[0]):
         grid, arguments = host.arguments(call_of(epilogue, config, dtypes, sizes, num_experts), config, NUM_SMS)
     return Launch(gemm_kernel, grid, arguments, {"num_warps": config.num_warps})
 

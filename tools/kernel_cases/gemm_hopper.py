@@ -20,9 +20,9 @@ from envoi.ops.gemm.hopper import host, tune
 from envoi.ops.gemm.hopper.config import Config
 from envoi.quant import quantize
 from envoi.quant.formats import FORMATS
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Make, kernel_key
 from envoi.runtime.program import Launch, without_memory
 from envoi.types import Matrix
+from tools.kernel_cases import HOPPER, NUM_SMS, KernelCase, Make, kernel_key
 from tools.kernel_cases.operands import operands_of
 
 NUM_CHOSEN = 4  # experts per token

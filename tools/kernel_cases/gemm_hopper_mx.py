@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from envoi.ops.gemm.backend import run_kernels
-from envoi.runtime.kernel_case import HOPPER, KernelCase
 from envoi.runtime.program import Launch
+from tools.kernel_cases import HOPPER, KernelCase
 from tools.kernel_cases.gemm_hopper import Case, inputs
 from tools.kernel_cases.planning import Layer, case_of, launch_of_call
 

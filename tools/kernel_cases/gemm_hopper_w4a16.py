@@ -9,9 +9,9 @@ from typing import cast
 
 import torch
 
-from envoi.runtime.kernel_case import HOPPER, KernelCase
 from envoi.runtime.program import Launch, without_memory
 from envoi.types import ExpertWeights, QuantTensor
+from tools.kernel_cases import HOPPER, KernelCase
 from tools.kernel_cases.planning import Layer, LayerOfRanks, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4

@@ -8,8 +8,8 @@ from functools import partial
 
 from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2
-from envoi.runtime.kernel_case import HOPPER, KernelCase
 from envoi.runtime.program import Launch
+from tools.kernel_cases import HOPPER, KernelCase
 from tools.kernel_cases.planning import Layer, LayerOfRanks, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4

@@ -7,8 +7,8 @@ import torch
 import envoi
 from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2, swiglu, swiglu_fp8
-from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER
 from envoi.runtime.program import without_memory
+from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
 from tools.kernel_cases.operands import operands_of
 from tools.kernel_cases.planning import case_of, matrix
 

@@ -7,8 +7,8 @@ import torch
 
 import envoi
 from envoi.ops.indexer import certificate, exact, fast
-from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER
 from envoi.runtime.program import without_memory
+from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
 from tools.kernel_cases.planning import case_of
 
 NUM_PAGES, HEADS, K = 4096, 64, 2048

@@ -1,6 +1,6 @@
 """Launches of the kernels around the experts' GEMMs: 2048 tokens, 6 of 32 experts each."""
 
-from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER
+from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
 from tools.kernel_cases.planning import Layer, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 2048, 6, 32, 4096, 2048

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from envoi.runtime.kernel_case import HOPPER, KernelCase
 from envoi.runtime.program import Launch
 from envoi.types import ExpertWeights
+from tools.kernel_cases import HOPPER, KernelCase
 from tools.kernel_cases.planning import Layer, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2048, 768, 128, 8

@@ -1,6 +1,6 @@
 """Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each; or two such hosts."""
 
-from envoi.runtime.kernel_case import EVERY_ARCH
+from tools.kernel_cases import EVERY_ARCH
 from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4

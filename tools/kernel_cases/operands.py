@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from envoi.epilogues.ir import IR, Operand
-from envoi.runtime.kernel_case import Make
 from envoi.runtime.program import without_memory
+from tools.kernel_cases import Make
 
 
 def operands_of(

@@ -16,9 +16,9 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase
 from envoi.runtime.program import Launch, building, without_memory
 from envoi.types import ExpertWeights, QuantTensor, Routing
+from tools.kernel_cases import HOPPER, NUM_SMS, KernelCase
 
 TIMEOUT_S = 10.0
 

@@ -13,9 +13,9 @@ import torch
 import envoi
 from envoi.ops.moe.router import host
 from envoi.ops.moe.router.presets import preset
-from envoi.ops.moe.router.rules import Rule
-from envoi.runtime.kernel_case import BLACKWELL, EVERY_ARCH, HOPPER, KernelCase, Make
+from envoi.ops.moe.router.spec import Rule
 from envoi.runtime.program import Launch, without_memory
+from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER, KernelCase, Make
 from tools.kernel_cases.planning import launch_of_call
 
 VOCABULARY = 1024

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from envoi.cli import Parser
 from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import EVERY_ARCH
+from tools.kernel_cases import EVERY_ARCH
 from tools.machine_code import gate
 from tools.machine_code.compile import CompilerRefusesError
 from tools.machine_code.count import Record

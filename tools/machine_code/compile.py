@@ -8,8 +8,8 @@ from triton.runtime.jit import JITFunction
 
 from envoi import env
 from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import EVERY_ARCH
 from envoi.runtime.program import Launch
+from tools.kernel_cases import EVERY_ARCH
 from tools.machine_code import arrivals, barriers, isolate, ptx
 
 RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from envoi.epilogues.lower import Lowered
 from envoi.runtime import triton_compat
-from envoi.runtime.kernel_case import HOPPER, KernelCase
+from tools.kernel_cases import HOPPER, KernelCase, kernel_cases
 from tools.kernel_cases import gemm_hopper as hopper
-from tools.kernel_cases import kernel_cases
 from tools.machine_code import source
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import Record, record_of

@@ -15,11 +15,11 @@ from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Config, Problem
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import devices
-from envoi.runtime.gpu_rates import H200
-from envoi.runtime.kernel_case import NUM_SMS
-from envoi.tune import compile as ahead
+from envoi.runtime.devices import H200
+from envoi.runtime.planned_kernels import compile_by_workers
 from envoi.tune import problems
 from envoi.tune.command import measure_shape
+from tools.kernel_cases import NUM_SMS
 from tools.time_models.fit import Measured, Model, changed, keep, line_of, lines_of, parse
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
@@ -66,9 +66,11 @@ def measure(
     """
     device = torch.device("cuda", 0)
     tune.use_measured(False)
-    num_sms = devices.num_sms(device)
+    target = devices.Target.of(device)
+    num_sms = target.num_sms
     todo = [(shape, configs_of(shape, num_sms, num_configs, seed)) for shape in shapes_of(seed, count, tokens)]
-    ahead.compile_all([(shape, config) for shape, found in todo for config in found], num_sms, jobs)
+    calls = [problems.ConfigCall(shape, config, num_sms) for shape, found in todo for config in found]
+    compile_by_workers(calls, target, jobs=jobs)
     done = 0
     for shape, found in todo:
         planned, times, wrong = measure_shape(shape, found, num_sms, repeat)

@@ -1,4 +1,4 @@
-"""Times of the Hopper router's tilings, to which `ops.moe.router.time_model.Costs` are held and can be fitted."""
+"""Times of the Hopper router's tilings, to which `ops.moe.router.choose_tiling.Costs` are held and can be fitted."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,15 @@ import torch
 from bench.shapes import Options, RouterShape
 from bench.suites import cases
 from bench.suites import router as suite
+from bench.timing import Clock, Run
 from envoi.ops.moe.router import host, kernel_hopper
-from envoi.ops.moe.router.choose_tiling import candidates, tiled_rows
+from envoi.ops.moe.router.choose_tiling import COSTS, Costs, candidates, predicted_cycles, tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
-from envoi.ops.moe.router.time_model import COSTS, Costs, predicted_cycles
-from envoi.runtime.devices import num_sms
-from envoi.runtime.gpu_rates import H200
+from envoi.runtime.devices import H200, Target, num_sms
 from envoi.runtime.launch import launch
-from envoi.runtime.program import without_memory
-from envoi.tune import compile as ahead
-from envoi.tune.timing import Clock, Run
+from envoi.runtime.planned_kernels import compile_by_workers
+from envoi.runtime.program import Launch, without_memory
 from tools.kernel_cases.router import rule_of
 from tools.time_models.fit import Measured, Model, keep, line_of, lines_of, parse
 
@@ -97,14 +95,20 @@ def tilings_of(shape: RouterShape, sms: int, count: int, seed: int) -> list[Rout
     return by_model + source.sample(others, min(len(others), count - len(by_model)))
 
 
-def _launches_of(call: host.Call, outputs: dict[str, Any], tiling: RouterTiling, sms: int) -> list[ahead.Launch]:
-    return [(KERNEL, *given) for given in host.hopper_launches(call, outputs, sms, tiling)]
+def _launches_of(call: host.Call, outputs: dict[str, Any], tiling: RouterTiling, sms: int) -> list[Launch]:
+    return [Launch(KERNEL, *given) for given in host.hopper_launches(call, outputs, sms, tiling)]
 
 
-def _launches_of_job(sms: int, job: tuple[RouterShape, RouterTiling]) -> list[ahead.Launch]:
-    """Return the launches of a shape with a tiling, on tensors without memory."""
-    call = _call_of(job[0])
-    return _launches_of(call, host.empty_outputs(call), job[1], sms)
+@dataclass(frozen=True)
+class TilingCall:
+    """Call of a router with a tiling, on tensors without memory: what `runtime.planned_kernels` compiles."""
+
+    shape: RouterShape
+    tiling: RouterTiling
+
+    def __call__(self, _: int) -> None:
+        """Make the call."""
+        _run(_call_of(self.shape), self.tiling)
 
 
 def _run(call: host.Call, tiling: RouterTiling) -> dict[str, Any]:
@@ -120,12 +124,13 @@ def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jo
     Raises RuntimeError if two tilings of a shape don't have the same bits.
     """
     device = torch.device("cuda", 0)
-    sms = num_sms(device)
+    target = Target.of(device)
+    sms = target.num_sms
     drawn = (case.shape for case in cases("router_drawn", Options(seed, count)) if case.on_cuda)
     shapes = [shape for shape in drawn if isinstance(shape, RouterShape)]
     todo = [(shape, tilings_of(shape, sms, num_configs, seed)) for shape in shapes]
-    pairs = [(shape, tiling) for shape, found in todo for tiling in found]
-    ahead.compile_distinct(pairs, partial(_launches_of_job, sms), sms, jobs)
+    calls = [TilingCall(shape, tiling) for shape, found in todo for tiling in found]
+    compile_by_workers(calls, target, jobs=jobs)
     for shape, found in todo:
         times = _times_of(shape, found, Clock(device, repeat))
         measured = RouterTimes(label_of(shape), sms, tuple(times.items()), shape)

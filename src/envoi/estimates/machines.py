@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from envoi.check import expect_choice
 from envoi.ops.gemm.hopper_w4a8.config import TILES
-from envoi.runtime import gpu_rates
+from envoi.runtime import devices
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ W4A16 = ("mxfp4", "nvfp4", "int4")
 W4A8 = "mxfp4_fp8"
 
 H200 = Machine(
-    name="H200", arch="sm_90", measured=True, num_sms=gpu_rates.H200.num_sms,
+    name="H200", arch="sm_90", measured=True, num_sms=devices.H200.num_sms,
     memory_gb=141,
     tflops={
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
@@ -84,11 +84,11 @@ H200 = Machine(
     # dependent_launch_us to the suite moe on two machines.
     w4a16_tflops={size: 673 / 128 * size / costs[size] for size, _, costs in TILES["bf16"]},
     w4a16_few_tflops={8: 120, 16: 216},
-    hbm_gb_per_s=gpu_rates.H200.hbm_gb_per_s,
+    hbm_gb_per_s=devices.H200.hbm_gb_per_s,
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
     # and round_trip_us are not in bench/results yet.
     pull_gb_per_s=334, push_gb_per_s=362,
-    launch_us=gpu_rates.H200.launch_us,
+    launch_us=devices.H200.launch_us,
     dependent_launch_us=4.2,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
@@ -105,7 +105,7 @@ B200 = Machine(
     },
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
-    launch_us=gpu_rates.H200.launch_us, dependent_launch_us=4.2, round_trip_us=2.6,  # H200's: no measurement of a B200
+    launch_us=devices.H200.launch_us, dependent_launch_us=4.2, round_trip_us=2.6,  # H200's: no measurement of a B200
     unhidden=0, tile_us={}, one_launch_hbm=1,
 )  # fmt: skip
 

@@ -1,11 +1,16 @@
-"""Estimate as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
+"""`envoi estimate`: an estimate as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
 
+import argparse
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from envoi.check import expect_int, expect_picture
 from envoi.estimates.blocks import Blocks
-from envoi.estimates.steps import RESOURCES, Step
-from envoi.estimates.total import GB, Estimate
+from envoi.estimates.layer import MAX_HOSTS, MoeLayer
+from envoi.estimates.steps import RESOURCES, Network, Step
+from envoi.estimates.total import GB, Estimate, estimate
 from envoi.table import align, fold, number
 
 BARS = 60  # of all steps together in the picture
@@ -13,6 +18,25 @@ FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "network": "░", "lat
 ASCII = str.maketrans("█▓▒░·", "#=-~.")
 COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "network": "tab:red", "fixed": "tab:grey"}
 PRESUM = "; rows of a token that meet on a {} are summed there before they go back"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the estimate of a layer; return 0. Raises ValueError for an invalid layer or picture."""
+    picture = expect_picture("--png", args.png) if args.png is not None else None
+    if picture:
+        import matplotlib  # noqa: F401  # fails before the work is done if it is missing
+    sizes = args.hidden, args.inter, args.experts, args.topk, args.tokens, args.gpus, args.format
+    layer = MoeLayer(*sizes, expect_int("--hosts", args.hosts, 1, MAX_HOSTS))
+    given = {"gb_per_s": args.network, "collective_us": args.collective}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.hosts == 1 and (given or args.presum):
+        option = "--presum" if not given else "--network" if args.network is not None else "--collective"
+        raise ValueError(f"{option}: expected it only beside --hosts 2 or more")
+    found = estimate(layer, args.arch, args.max_tokens, Network(**given), True if args.presum else None)
+    print(json.dumps(found.to_dict(), indent=2) if args.json else encodable(to_text(found), sys.stdout))
+    if picture:
+        draw(picture, found)
+    return 0
 
 
 def to_text(found: Estimate) -> str:
@@ -23,7 +47,7 @@ def to_text(found: Estimate) -> str:
     wires = [f"{name} MB" for name in names if name not in ("compute", "HBM")]
     work = align(("step", "GFLOP", "HBM MB", *wires), [_work(step, len(wires)) for step in found.steps])
     notes = [f"note: {note}" for note in found.notes]
-    prose = map(fold, (*_sums(found), *_sizes(found), *notes))
+    prose = map(fold, (_sum(found), *_sizes(found), *notes))
     return "\n".join([fold(title(found)), "", times, "", work, "", *_picture(found), "", *prose])
 
 
@@ -78,17 +102,14 @@ def _picture(found: Estimate) -> list[str]:
     return [*lines, f"{'':9} bound by {legend}"]
 
 
-def _sums(found: Estimate) -> list[str]:
-    return [f"staged: {number(found.staged_us)} us, the steps one after the other{_presum(found)}"]
+def _sum(found: Estimate) -> str:
+    presum = PRESUM.format("host" if found.layer.num_hosts > 1 else "rank") if found.presum else ""
+    return f"staged: {number(found.staged_us)} us, the steps one after the other{presum}"
 
 
-def _presum(found: Estimate) -> str:
-    return PRESUM.format("host" if found.layer.num_hosts > 1 else "rank") if found.presum else ""
-
-
-def _between_hosts(estimate: Estimate) -> list[str]:
+def _between_hosts(whole: Estimate) -> list[str]:
     """Return the line on bytes between hosts, if there are several."""
-    found, network = estimate.between_hosts, estimate.network
+    found, network = whole.between_hosts, whole.network
     if found is None or network is None:
         return []
     sent, gathered, counted = (

@@ -8,8 +8,7 @@ from envoi.estimates.blocks import Blocks, l1_blocks, l2_blocks, takes_one_launc
 from envoi.estimates.exchange import presum_pays
 from envoi.estimates.layer import MAX_TOKENS, MoeLayer
 from envoi.estimates.machines import W4A16, Machine, machine_of
-from envoi.estimates.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
-from envoi.estimates.steps import Step, five_steps
+from envoi.estimates.steps import BetweenHosts, Network, Step, bytes_between_hosts, five_steps, steps_by_host
 
 GB = 1e9
 
@@ -19,8 +18,8 @@ class Estimate:
     """Estimate of a layer for one rank. Bytes are bytes of this rank, times are in us.
 
     l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine; with several hosts also
-    those of `envoi.estimates.network`. presum: a token's rows on the same rank, with several hosts on the same host,
-    are summed there, and combine sends the sums; otherwise L2 sends the rows.
+    those of `steps_by_host`. presum: a token's rows on the same rank, with several hosts on the same host, are summed
+    there, and combine sends the sums; otherwise L2 sends the rows.
     max_tokens: per rank; sizes the buffers. pool_rows: rows that dispatch has room for, one for each slot of all ranks.
     weight_bytes: the experts. buffer_bytes: the pool, L1's output, and the buffer from which combine reads rows.
     notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.

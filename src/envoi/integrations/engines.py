@@ -3,12 +3,14 @@
     Layer       what an engine knows of a layer when it chooses a kernel
     why_not     Layer -> the reason why Envoi doesn't run it, "" if it does
     why_unbuilt Layer -> why its kernels can't be compiled and loaded here, "" if they are ready
+    why_not_routed  arguments of `envoi.route` -> the same for a router
     pack_layer  Layer and its tensors -> ExpertWeights that hold no weight twice
 
 An engine that was refused keeps its own kernels: nothing has been changed by then.
 """
 
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +20,11 @@ import torch
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.support import as_stored, with_small_factors
-from envoi.ops.moe.warm_up import LayerCall, compile_calls, prepare
+from envoi.ops.moe.warm_up import LayerCall, prepare, without_tensors
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.planned_kernels import load_at
+from envoi.runtime.planned_kernels import Call, compile_calls, load_at
 from envoi.types import ExpertWeights
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them
@@ -96,11 +98,35 @@ def why_unbuilt(layer: Layer, max_tokens: int) -> str:
     was found at first.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    key = layer, max_tokens, device
+    return _remembered((layer, max_tokens, device), lambda: _build(layer, device, max_tokens))
+
+
+def why_not_routed(options: Mapping[str, Any], max_tokens: int) -> str:
+    """Return why `envoi.route` doesn't run here with such named arguments but its tokens, or can't be built; else "".
+
+    Compiles and loads what calls with 1 to max_tokens tokens in bf16 launch. Reads no values of tensors.
+    """
+    from envoi.warming import RouterCall
+
+    call = RouterCall({name: without_tensors(x) for name, x in options.items()})
+    try:
+        call(1)  # checks the arguments
+    except ValueError as error:
+        return str(error)
+    why = _why_not_here()
+    if why:
+        return why
+    device = torch.device("cuda", torch.cuda.current_device())
+    known = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in call.options.values())
+    return _remembered((known, max_tokens, device), lambda: _compile([call], device, max_tokens))
+
+
+def _remembered(key: tuple, build: Callable[[], None]) -> str:
+    """Build once for a key; return why that failed, or ""."""
     with _lock:
         if key not in _built:
             try:
-                _build(layer, device, max_tokens)
+                build()
                 _built[key] = ""
             except Exception as error:  # whatever it is, the engine has kernels of its own
                 _built[key] = (
@@ -110,8 +136,11 @@ def why_unbuilt(layer: Layer, max_tokens: int) -> str:
 
 
 def _build(layer: Layer, device: torch.device, max_tokens: int) -> None:
+    _compile([LayerCall(on_meta(layer, Target.of(device)), layer.top_k)], device, max_tokens)
+
+
+def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> None:
     target = Target.of(device)
-    calls = [LayerCall(on_meta(layer, target), layer.top_k)]
     for site in compile_calls(calls, target, range(1, max_tokens + 1), None, False, for_launch=True):
         load_at(calls, target, site)
 

@@ -87,14 +87,22 @@ def _listed(names: Sequence[str] | None) -> str:
     return "(no such method)" if names is None else f"({', '.join(names)})"
 
 
+def _cause(used: Used, error: Exception) -> str:
+    """Return what else kept a name's module from being imported, "" if the module or the name isn't there."""
+    absent = isinstance(error, AttributeError)
+    if isinstance(error, ModuleNotFoundError):
+        absent = f"{used.module}.".startswith(f"{error.name}.")
+    return "" if absent else f": {error}"
+
+
 def found_names(all_used: Sequence[Used]) -> dict[str, Any]:
     """Import an engine's names; return their values by name. Raises MovedError for the first that isn't as it was."""
     found: dict[str, Any] = {}
     for used in all_used:
         try:
             value = getattr(importlib.import_module(used.module), used.name)
-        except (ImportError, AttributeError):
-            raise MovedError(missing(used, None)) from None
+        except (ImportError, AttributeError) as error:
+            raise MovedError(f"{missing(used, None)}{_cause(used, error)}") from None
         why = missing(used, fact_of(used, value))
         if why:
             raise MovedError(why)

@@ -41,9 +41,9 @@ def operator(
     def register(function: Callable) -> Callable:
         names = tuple(inspect.signature(function).parameters)
 
-        @log.calls(name, names)
         @functools.wraps(function)
         def kernel(*arguments):
+            log.call(name, names, arguments)
             # Inside, autograd and an autocast around the call are off.
             with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
                 return function(*arguments)

@@ -1,16 +1,18 @@
 """Properties of a device and the implementation of operators on it; the only place that decides by device."""
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from envoi import env
 from envoi.check import expect_int
-from envoi.runtime.scoped import scoped
 
+EVERY_ARCH = "sm_90", "sm_100", "sm_103"  # that Envoi has kernels of its own for
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
 SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
 
@@ -37,6 +39,17 @@ class Target:
         """Describe a GPU of this machine."""
         major, minor = torch.cuda.get_device_capability(device)
         return Target(f"sm_{major}{minor}", num_sms(device))
+
+
+@contextmanager
+def scoped(local: threading.local, **values: Any) -> Iterator[None]:
+    """Set attributes of a thread's own values inside the context; they are as before after it, whatever happens."""
+    before = {name: getattr(local, name) for name in values}
+    local.__dict__.update(values)
+    try:
+        yield
+    finally:
+        local.__dict__.update(before)
 
 
 class _Local(threading.local):
@@ -128,3 +141,43 @@ def casts_e4m3(device: torch.device) -> bool:
         target = _local.target
         return target is None or not (target.is_interpreter or int(target.arch.removeprefix("sm_")) < 89)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+# Rates of an H200 that all models of its time share: of a layer (the estimate), a GEMM's config, a router's tiling.
+# Each has constants of its own besides, for what only its kernels do.
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Rates of a GPU under load.
+
+    l2_bytes: loaded per cycle by one multiprocessor. hbm_gb_per_s: read and written together. launch_us: a kernel's
+    launch up to its first product, plus its last tile.
+    """
+
+    num_sms: int
+    shared_bytes: int
+    clock_mhz: float
+    l2_bytes: float
+    hbm_gb_per_s: float
+    launch_us: float
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Bytes that all multiprocessors together load per cycle."""
+        return self.hbm_gb_per_s * 1e3 / self.clock_mhz
+
+    @property
+    def launch_cycles(self) -> float:
+        """Cycles of `launch_us`."""
+        return self.launch_us * self.clock_mhz
+
+
+H200 = GpuRates(
+    num_sms=SMS_WITHOUT_GPU,
+    shared_bytes=SHARED_BYTES,
+    clock_mhz=1755,  # notes/2026-11-plan.md
+    l2_bytes=80,  # of tiles of 128 x 128, fitted: tools/time_models
+    hbm_gb_per_s=4212,  # 2400 bytes a cycle; the roof of bench/results, a device copy, is 4230
+    launch_us=5.0,  # bench/results: time of GEMMs with few tokens beyond that of their bytes
+)

@@ -46,33 +46,31 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
     launch(kernel, grid, arguments, {**options, "launch_pdl": True})
 
 
-@log.launches
-def run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
-    """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
-    if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
+def run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+    """Launch now, whether a call is planned or not."""
+    log.launch(kernel, grid, arguments, options)
+    compiled = None
+    if shortcuts.ENABLED and isinstance(kernel, JITFunction):
+        compiled = load(kernel, grid, arguments, options)
+    else:
         triton_compat.own(kernel)
-        kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
-        return None
-    key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
-    compiled = _compiled.get(key)
     if compiled is None:
-        with compiling():  # and not while it is launched: a launch may wait for what other ranks do
-            load(kernel, grid, arguments, options)
-        compiled = _compiled[key]
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
-    return compiled
 
 
-def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    """Compile the kernel of a launch, or read it from Triton's cache, and load it on the current GPU; no launch.
+def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
+    """Return the kernel of a launch, loaded on the current GPU: compiled, or read from Triton's cache, the first time.
 
-    Tensors needn't have memory.
+    None if a hook of Triton's compiles, which gives no kernel to launch. Tensors needn't have memory.
     """
-    loaded = triton_compat.loaded_kernel(kernel, grid, arguments, options)
-    if shortcuts.ENABLED:
-        _compiled[(torch.cuda.current_device(), *key_of(kernel, arguments, options))] = loaded
+    key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
+    found = _compiled.get(key)
+    if found is None:
+        with compiling():
+            found = _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
+    return found
 
 
 def key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.scoped import scoped
+from envoi.runtime.devices import Target, scoped, standing_for
 
 MAX_SCRATCH_BYTES = 1 << 30  # a call that needs more is bound by the device, and its parts would never be freed early
 SCRATCH_ALIGNMENT = 512  # of each part, as torch's allocator gives it

@@ -23,16 +23,3 @@ GUARDS: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 ENABLED = not env.safe_launch()
 PREPARED = ENABLED and env.prepared()
-
-
-def rebase(described: Any, x: torch.Tensor) -> Any:
-    """Return a copy of a `TensorDescriptor` for x, whose shape, strides and dtype must be the ones described.
-
-    Its constructor would check them again, which takes longer than the rest of a launch.
-    """
-    if not ENABLED:
-        kind, layout = type(described), described.layout
-        return kind(x, list(described.shape), list(described.strides), list(described.block_shape), layout)
-    found = object.__new__(type(described))
-    found.__dict__.update(described.__dict__, base=x)
-    return found

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from envoi.runtime.scoped import scoped
+from envoi.runtime.devices import scoped
 
 WORDS = 8  # int64 of a record: its label, then up to 7 moments
 UNTRACED = None  # argument `trace` of a launch; a Recorder puts a `Trace` in its place

@@ -3,8 +3,7 @@
 import inspect
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,7 +21,6 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import DependenciesFinder, JITFunction, create_function_from_signature
 
@@ -211,36 +209,13 @@ def source_of(function: JITFunction, arguments: Sequence[Any], arch: str) -> AST
     return kind(function, signature, constexprs=constexprs, attrs=attributes)
 
 
-@contextmanager
-def driver_for(arch: str) -> Iterator[None]:
-    """Make the driver report `arch` as its GPU inside the context: 3.7's descriptors of FP4 in padded bytes need it."""
-    found, driver._active = driver._active, _CompileOnlyDriver(target_of(arch))  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        driver._active = found
-
-
-class _CompileOnlyDriver:
-    """Stand-in for Triton's driver that reports its target and can't run anything; enough to compile."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.get_current_target = lambda: target
-        self.get_current_device = lambda: f"sm_{target.arch}"  # a device of its own among those of a JITFunction
-        self.get_current_stream = lambda device: 0
-
-
-def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]) -> Any:
-    """Compile the kernel that a launch on a GPU of this architecture would, into Triton's disk cache; no GPU needed."""
-    own(kernel)
-    with driver_for(arch):
-        return compiled_kernel(kernel.warmup(*arguments, grid=(1,), **FP_FUSION, **options))
-
-
 def compile_without_driver(
     kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]
 ) -> CompiledKernel:  # fmt: skip
-    """Compile what `compile_like_a_launch` does, but leave Triton's driver as it is: other threads may launch by it."""
+    """Compile the kernel that a launch on a GPU of this architecture would, into Triton's disk cache; no GPU needed.
+
+    Triton's driver stays as it is: other threads may launch by it.
+    """
     return compile_for(kernel, *specialize(kernel, arguments, arch), arch, options)
 
 

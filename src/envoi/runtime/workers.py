@@ -22,7 +22,6 @@ from envoi import env
 
 T = TypeVar("T")
 R = TypeVar("R")
-DIED = "the worker process died"
 LOOK_S = 1.0  # between two looks whether the caller still lives
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.workers import serve; serve({arch!r}, {num_jobs})"
 

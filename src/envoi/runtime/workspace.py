@@ -1,8 +1,6 @@
-"""Scratch memory of kernels: partial sums, and counters that are zero between launches."""
+"""Memory that is kept between calls: counters and blank sums, which kernels restore; scratch of prepared calls."""
 
 import ctypes
-import math
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,12 +11,11 @@ import torch
 from envoi.runtime import program
 from envoi.runtime.math import next_power_of_2
 
-LEAST = 1 << 16  # int32, or float32, minimum for a stream
+LEAST = 1 << 16  # int32, minimum for a stream
 FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less than a quarter is left
 BLANK = -1  # bits of a sum that hasn't been written
 ALIGNED = 4  # int32 in 16 bytes: Triton compiles another kernel for addresses that aren't a multiple of that
 
-MOST_FLOATS = 1 << 21  # float32 that a stream keeps between launches; who needs more allocates them for each call
 LEAST_SCRATCH, MOST_SCRATCH = 1 << 18, 1 << 22  # float32 of a prepared call that a stream keeps, 1 to 16 MiB
 NONE = 0  # capture number outside any capture
 
@@ -98,8 +95,6 @@ def in_another_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 _forever: list[torch.Tensor] = []
 _counters, _blanks = Kept(0), Kept(BLANK)
-_floats: dict[tuple[torch.device, int], torch.Tensor] = {}
-_growing = threading.Lock()
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
@@ -124,33 +119,6 @@ def constant(find: program.Find, count: int, dtype: torch.dtype, device: torch.d
     """Return find(device), a tensor [count] that is kept for a device; in a planned call what stands for it."""
     builder = program.current()
     return find(device) if builder is None else builder.take_kept(find, count, dtype)
-
-
-def floats(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least `count` float32 for use within one launch, which may take them once.
-
-    Launches on one stream share them, up to MOST_FLOATS, so that a prepared call allocates nothing. They hold what the
-    launch before left there: a launch writes whatever it reads, and nobody resets them.
-    """
-    if device.type != "cuda":
-        return torch.empty(count, dtype=torch.float32, device=device)
-    return _floats_under_way(count, device)
-
-
-def _floats_under_way(count: int, device: torch.device) -> torch.Tensor:
-    """Return the current stream's floats, or new ones within a capture: see `under_way`."""
-    stream, capture = under_way(device)
-    if capture != NONE or count > MOST_FLOATS:
-        return torch.empty(count, dtype=torch.float32, device=device)
-    key = device, stream
-    found = _floats.get(key)
-    if found is None or found.numel() < count:
-        with _growing:  # threads may share a stream
-            found = _floats.get(key)
-            if found is None or found.numel() < count:
-                found = lasting(max(LEAST, next_power_of_2(count)), math.nan, torch.float32, device)
-                _floats[key] = found
-    return found
 
 
 class Scratch:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", metavar="MxNxK", required=True, help="sizes; with --groups M is the rows of all experts")
     add("--format", metavar="F", default=FORMAT, help=f"{', '.join(FORMATS)}; default: %(default)s")
-    add("--epilogue", metavar="NAME", default=EPILOGUE, help="a name of envoi.tune.epilogues; default: %(default)s")
+    add("--epilogue", metavar="NAME", default=EPILOGUE, help="a name of envoi.tune.problems; default: %(default)s")
     add("--groups", metavar="E", type=int, help="experts; default: a plain GEMM")
     add("--drawn", action="store_true", help="with --groups: as many rows an expert as routing at random leaves it")
     add_options(parser)
@@ -65,8 +65,7 @@ def tune_shapes(shapes: "list[Shape]", args: argparse.Namespace) -> int:
 
 def _shape(args: argparse.Namespace) -> "Shape":
     from envoi.check import expect_choice
-    from envoi.tune.epilogues import EPILOGUES
-    from envoi.tune.shapes import GemmShape, GroupedShape, drawn_rows
+    from envoi.tune.problems import EPILOGUES, GemmShape, GroupedShape, drawn_rows
 
     parts = args.shape.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
@@ -85,7 +84,7 @@ def _shape(args: argparse.Namespace) -> "Shape":
 
 
 def _print_list(shapes: "list[Shape]") -> int:
-    from envoi.runtime.kernel_case import NUM_SMS
+    from envoi.runtime.devices import SMS_WITHOUT_GPU as NUM_SMS
     from envoi.tune import problems
 
     rows = []
@@ -113,11 +112,11 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.runtime import devices
-    from envoi.tune import compile as ahead
+    from envoi.runtime.planned_kernels import compile_by_workers
     from envoi.tune import problems
 
-    num_sms = devices.num_sms(torch.device("cuda", 0))
-    todo, jobs = [], []
+    target = devices.Target.of(torch.device("cuda", 0))
+    num_sms, todo, calls = target.num_sms, [], []
     for shape in shapes:
         try:
             found = problems.planned(shape, num_sms).promising(num_sms, args.candidates)
@@ -125,8 +124,8 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
             print(error)
             continue
         todo.append((shape, found))
-        jobs += [(shape, config) for config in found]
-    ahead.compile_all(jobs, num_sms, args.jobs)
+        calls += [problems.ConfigCall(shape, config, num_sms) for config in found]
+    compile_by_workers(calls, target, jobs=args.jobs)  # the measurement meets what can't be compiled, and says so
     results: dict[str, list[dict[Config, float]]] = {}
     for shape, found in todo:
         planned, times, wrong = measure_shape(shape, found, num_sms, args.repeat)
@@ -158,11 +157,10 @@ def measure_shape(
 
     from envoi.ops.gemm.hopper import host
     from envoi.tune import problems
-    from envoi.tune.inputs import make
     from envoi.tune.timing import Clock, Run
 
     device = torch.device("cuda")
-    planned = problems.planned(shape, num_sms, make(shape, device))
+    planned = problems.planned(shape, num_sms, problems.make(shape, device))
     runs: dict[Config, Run] = {}
     wrong: dict[Config, str] = {}
     want = None
@@ -196,7 +194,7 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
 
 
 def _difference(got: list, want: list) -> float:
-    from envoi.tune.inputs import relative_error
+    from envoi.tune.problems import relative_error
 
     return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
 

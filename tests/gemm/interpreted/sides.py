@@ -4,9 +4,10 @@ import torch
 
 from envoi.epilogues.reference import evaluate
 from envoi.ops.gemm import gemm, grouped_gemm, reference
-from envoi.ops.gemm.by_torch import spread_columns
+from envoi.ops.gemm.reference import spread_columns
 from envoi.types import Matrix, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tools.oracles.gemm import oracle
 
 
 def whole(*shape: int, seed: int = 0, top: int = 2) -> torch.Tensor:
@@ -33,14 +34,14 @@ def expected(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, *, 
     ir = ending.ir
     bounds = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     if offsets is None:
-        acc = reference.oracle(a, b) if wide else reference.accumulate(a, b)
+        acc = oracle(a, b) if wide else reference.accumulate(a, b)
     elif wide:
         acc = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
         for e in range(b.shape[0]):
             first, last = offsets[e], offsets[e + 1]
             if last > first:
                 mine = reference.cut_rows(a, first, last), reference.pick_expert(b, e)
-                acc[first:last] = reference.oracle(*mine)
+                acc[first:last] = oracle(*mine)
     else:
         acc = reference.accumulate_groups(a, b, offsets)
     if bounds is not None:

@@ -406,7 +406,6 @@ def test_compiled_by_torch_into_graphs(m):
     """Check graphs before any other call: the workspace allocated now mustn't be in the graphs' memory."""
     given = preset_call("deepseek-v3", m, 7168, torch.bfloat16, "cuda")
     workspace._counters, workspace._blanks = workspace.Kept(0), workspace.Kept(workspace.BLANK)
-    workspace._floats.clear()
 
     def step(tokens, gate, bias):
         got = route(tokens, gate, 8, rule="deepseek-v3", expert_bias=bias, **EVERYTHING)

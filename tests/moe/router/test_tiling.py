@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from envoi.ops.moe.router import host
-from envoi.ops.moe.router.choose_tiling import candidates, choose_shares, choose_tiling
+from envoi.ops.moe.router.choose_tiling import CACHED_BYTES, candidates, choose_shares, choose_tiling
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum
 from envoi.ops.moe.router.tiling import TILE, two_widths
-from envoi.ops.moe.router.time_model import CACHED_BYTES
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
 from tools.kernel_cases import router as cases

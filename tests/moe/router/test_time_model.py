@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.shapes import RouterShape
-from envoi.ops.moe.router.time_model import COSTS
-from envoi.runtime.kernel_case import NUM_SMS
+from envoi.ops.moe.router.choose_tiling import COSTS
+from tools.kernel_cases import NUM_SMS
 from tools.time_models import router as program
 from tools.time_models.fit import mean_regret, regret
 

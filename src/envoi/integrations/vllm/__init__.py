@@ -8,6 +8,7 @@ the reason for each kind that it doesn't.
     used      names of vLLM that are relied on, checked before anything is changed
     select    wraps vLLM's functions that choose kernels for a layer
     experts   the kernel as vLLM's classes have them
+    route     with ENVOI_VLLM_ROUTE=1 too: gate and top-k in one launch
 """
 
 import logging
@@ -31,5 +32,10 @@ def register() -> None:
 
         install()
         _done = True
+        if env.routes_vllm():
+            from envoi.integrations.vllm import route
+
+            route.install()
     except Exception as error:  # an engine without Envoi is better than none
-        logger.warning("Envoi runs no MoE layers: %s: %s", type(error).__name__, error)
+        what = "routes" if _done else "runs"
+        logger.warning("Envoi %s no MoE layers: %s: %s", what, type(error).__name__, error)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from envoi import env
+from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
 from envoi.integrations.vllm.used import ALL, SELECTORS
 
@@ -22,13 +23,15 @@ logger = logging.getLogger("vllm.envoi")
 BACKENDS = {
     "unquantized": ("UnquantizedMoeBackend", "TRITON"), "fp8": ("Fp8MoeBackend", "TRITON"),
     "mxfp8": ("Fp8MoeBackend", "TRITON_MXFP8"), "mxfp4": ("Mxfp4MoeBackend", "XPU"),
-    "nvfp4": ("NvFp4MoeBackend", "EMULATION"),
+    "mxfp4 of DeepSeek-V4": ("Mxfp4MoeBackend", "XPU"), "nvfp4": ("NvFp4MoeBackend", "EMULATION"),
 }  # fmt: skip
 # Keys of weights and activations that functions without such parameters stand for.
-KEYS = {"unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None)}
+KEYS = {
+    "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
+    "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
+}  # fmt: skip
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
-_said: set[str] = set()
 
 
 def install() -> None:
@@ -58,7 +61,7 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
             given = signature.bind(*arguments, **named).arguments
             found = _choose(oracle, given, names)
         except Exception as error:
-            _say(logging.WARNING, f"vLLM's kernels run the {oracle} MoE layers: {type(error).__name__}: {error}")
+            say(logger, logging.WARNING, f"vLLM's kernels run the {oracle} MoE layers: {type(error).__name__}: {error}")
             found = None
         return old(*arguments, **named) if found is None else (backend, found)
 
@@ -78,7 +81,7 @@ def _choose(oracle: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> 
     format = experts.format_of(names, weight_key, activation_key)
     why = why_not(oracle, config, format, activation_key, names)
     if format is None or why:
-        _say(logging.INFO, f"vLLM's kernels run the {oracle} MoE layers: {why}")
+        say(logger, logging.INFO, f"vLLM's kernels run the {oracle} MoE layers: {why}")
         return None
     layer = experts.layer_of(config, format, config.activation)
     found = experts.experts_class(format)
@@ -88,9 +91,9 @@ def _choose(oracle: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> 
     why = why or experts.engines.why_not(layer)
     why = why or experts.engines.why_unbuilt(layer, experts.max_tokens(names, config))
     if why:
-        _say(logging.WARNING, f"vLLM's kernels run the MoE layers in {layer}: {why}")
+        say(logger, logging.WARNING, f"vLLM's kernels run the MoE layers in {layer}: {why}")
         return None
-    _say(logging.INFO, f"Envoi runs the MoE layers in {layer}")
+    say(logger, logging.INFO, f"Envoi runs the MoE layers in {layer}")
     return found
 
 
@@ -125,9 +128,3 @@ def why_not(oracle: str, config: Any, format: str | None, activation_key: Any, n
     if parallel.enable_eplb and not layer_of(config, format, config.activation).is_viewed:
         return "expert load balancing moves weights, and Envoi keeps these in an order of its own"
     return ""
-
-
-def _say(level: int, text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.log(level, text)

@@ -37,6 +37,7 @@ SELECTORS = {
     ),
     "mxfp8": Used(f"{MOE}.oracle.mxfp8", "select_mxfp8_moe_backend", takes=("config",)),
     "mxfp4": Used(f"{MOE}.oracle.mxfp4", "select_mxfp4_moe_backend", takes=("config", "activation_key")),
+    "mxfp4 of DeepSeek-V4": Used(f"{MOE}.oracle.mxfp4", "select_deepseek_v4_mxfp4_moe_backend", takes=("config",)),
     "nvfp4": Used(
         f"{MOE}.oracle.nvfp4", "select_nvfp4_moe_backend", takes=("config", "weight_key", "activation_key")
     ),
@@ -85,4 +86,24 @@ ALL = (
     ),
     *SELECTORS.values(),
     *BACKENDS.values(),
+)  # fmt: skip
+ROUTERS = f"{MOE}.router"
+ROUTE = (
+    Used(
+        f"{MOE}.runner.moe_runner", "MoERunner",
+        methods={"_forward_impl": ("hidden_states", "router_logits", "shared_experts_input", "input_ids")},
+    ),
+    Used("vllm.model_executor.custom_op", "PluggableLayer", methods={"register_oot": ("_decorated_layer_cls", "name")}),
+    Used(
+        f"{ROUTERS}.base_router", "BaseRouter",
+        methods={"_compute_routing": ("hidden_states", "router_logits", "indices_type", "input_ids")},
+    ),
+    Used(f"{ROUTERS}.fused_topk_router", "FusedTopKRouter"),
+    Used(f"{ROUTERS}.fused_topk_bias_router", "FusedTopKBiasRouter"),
+    Used(f"{ROUTERS}.grouped_topk_router", "GroupedTopKRouter"),
+    Used("vllm.forward_context", "get_forward_context"),
+    Used("vllm.forward_context", "is_forward_context_available"),
+    Used("vllm.forward_context", "ForwardContext", members=("is_padding",)),
+    Used("vllm.envs", "environment_variables"),
+    Used("vllm.config", "get_current_vllm_config_or_none"),
 )  # fmt: skip

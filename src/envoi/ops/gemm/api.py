@@ -10,12 +10,11 @@ import torch
 
 from envoi.check import Dim, dtype_name, expect_bool, expect_divisible, expect_no_gradients, expect_tensor
 from envoi.epilogues.api import Epilogue, for_graph, with_key
-from envoi.epilogues.ir import Node
+from envoi.epilogues.ir import IR, Node
 from envoi.epilogues.library import store
 from envoi.epilogues.operands import check_columns, check_operands
-from envoi.ops.gemm import by_torch, reference
+from envoi.ops.gemm import reference
 from envoi.ops.gemm.backend import run_kernels
-from envoi.ops.gemm.batch import batch_rows
 from envoi.ops.gemm.grouping import ALL_ROWS, INVARIANT_ROWS
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.custom_op import autocast_dtype, operator
@@ -266,11 +265,64 @@ def name_operands(tensors: list[torch.Tensor], scalars: list[float], names: str)
 def _gemm_fake(
     a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names, batch_invariant=False
 ):  # fmt: skip
-    return by_torch.empty(for_graph(epilogue), a, b.shape[0], None, out_dtype)
+    return reference.empty(for_graph(epilogue), a, b.shape[0], None, out_dtype)
 
 
 def _gemm_flops(a, a_sf, a_group, b, *arguments):
     return 2 * a.shape[0] * num_columns(a) * b.shape[0]
+
+
+def batch_rows(
+    info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names,
+    batch_invariant=False,
+):  # fmt: skip
+    """Return the outputs of `torch.ops.envoi.gemm`, each [B, ..], and the position of B; see `register_vmap` of torch.
+
+        vmap(gemm, in_dims=(0, None))(a [B, M, K], b)  =  gemm(a [B * M, K], b) as [B, M, N]
+
+    Valid if the batch shares b, and no output of the epilogue sums over rows. Row, Tile and HalfTile operands may be
+    batched; those that aren't are repeated. Raises ValueError if the batch isn't one of rows.
+    """
+    ir, size = with_key(epilogue), info.batch_size
+    a_dim, a_sf_dim, _, *of_b, _, _, _, operand_dims, _, _ = in_dims[:11]
+    _check_batch(ir, a_dim, a_sf, a_sf_dim, of_b, list(zip(names.split(","), operand_dims, strict=False)))
+    by_row = {operand.name for operand in ir.operands if operand.shape.rows == "M"}
+    operands = [
+        _as_rows(x, dim, size) if name in by_row else x
+        for x, dim, name in zip(tensors, operand_dims, names.split(","), strict=False)
+    ]
+    outputs = torch.ops.envoi.gemm(
+        _as_rows(a, a_dim, size), None if a_sf is None else _as_rows(a_sf, a_sf_dim, size), a_group, b, b_sf, b_group,
+        epilogue, out_dtype, operands, scalars, names, batch_invariant,
+    )  # fmt: skip
+    return [x.unflatten(0, (size, -1)) for x in outputs], [0] * len(outputs)
+
+
+def _as_rows(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """Reshape [.., B, ..], or repeat [M, ..], to [B * M, ..]."""
+    batched = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return batched.reshape(-1, *batched.shape[2:])
+
+
+def _check_batch(ir: IR, a_dim, a_sf, a_sf_dim, of_b, operands: list[tuple[str, int | None]]) -> None:
+    by_row = {operand.name for operand in ir.operands if operand.shape.rows == "M"}
+    batched = [name for name, dim in operands if dim is not None and name not in by_row]
+    if any(dim is not None for dim in of_b):
+        _refuse_batch("b batched: call it once for each b, or use grouped_gemm")
+    if a_dim is None or (a_sf is not None and a_sf_dim is None):
+        _refuse_batch("an a that isn't batched")
+    if batched:
+        _refuse_batch(f"{batched[0]} batched, which all rows share")
+    for _, position in ir.outputs:
+        if ir.nodes[position].shape.rows != "M":
+            _refuse_batch(f"epilogue {ir.name}, which returns a value of all rows ({ir.nodes[position]})")
+
+
+def _refuse_batch(came: str) -> None:
+    raise ValueError(
+        "torch.func.vmap: expected envoi.gemm with a batched, and of its operands only those that have rows "
+        f"(Row, Tile, HalfTile), got {came}"
+    )
 
 
 @operator("gemm", _gemm_fake, _gemm_flops, batch_rows)
@@ -284,14 +336,14 @@ def product(
     ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
     outputs = run_kernels(*sides, None, ir, out_dtype, operands, INVARIANT_ROWS if batch_invariant else ALL_ROWS)
-    return by_torch.compute(*sides, ir, out_dtype, operands, tensors) if outputs is None else outputs
+    return reference.compute(*sides, ir, out_dtype, operands, tensors) if outputs is None else outputs
 
 
 def _grouped_fake(
     rows, rows_sf, rows_group, weights, weights_sf, weights_group, offsets, epilogue, out_dtype,
     tensors, scalars, names, batch_invariant=False,
 ):  # fmt: skip
-    return by_torch.empty(for_graph(epilogue), rows, weights.shape[1], weights.shape[0], out_dtype)
+    return reference.empty(for_graph(epilogue), rows, weights.shape[1], weights.shape[0], out_dtype)
 
 
 def _grouped_flops(rows, rows_sf, rows_group, weights, *arguments):
@@ -309,6 +361,6 @@ def grouped_product(
     ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
     if rows.device.type == "cpu":
-        by_torch.check_offsets(offsets, rows.shape[0])
+        reference.check_offsets(offsets, rows.shape[0])
     outputs = run_kernels(*sides, offsets, ir, out_dtype, operands, INVARIANT_ROWS if batch_invariant else ALL_ROWS)
-    return by_torch.compute_groups(*sides, offsets, ir, out_dtype, operands, tensors) if outputs is None else outputs
+    return reference.compute_groups(*sides, offsets, ir, out_dtype, operands, tensors) if outputs is None else outputs

@@ -1,6 +1,6 @@
 """Choice of a GEMM's implementation: Hopper's kernels, Hopper's for MX weights, the Triton kernels, or torch."""
 
-from collections.abc import Callable
+from importlib import import_module
 
 import torch
 
@@ -10,8 +10,13 @@ from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
 from envoi.runtime.devices import implementation, on_gpu
 from envoi.types import Matrix, QuantTensor
 
+# Module and function of each kind of kernels; a module is imported when it is needed.
+RUNS = {
+    "hopper": ("hopper.host", "run_gemm"), "hopper_mx": ("hopper_mx.host", "run_gemm"),
+    "triton": ("triton.host", "run_gemm"), "w4a8": ("hopper_w4a8.host", "run"), "w4a16": ("hopper_w4a16.many", "run"),
+}  # fmt: skip
 
-@log.choices
+
 def run_kernels(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping = ALL_ROWS, kernels: str = "",
@@ -22,21 +27,13 @@ def run_kernels(
     """
     kind = implementation(a.device)
     if kind == "torch" or (on_gpu(a.device) and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
+        log.gemm_by_torch(a, b)
         return None
     if isinstance(b, QuantTensor) and b.order != "rows" and offsets is None:
         raise ValueError("weights: expected them by rows for a GEMM without offsets, got them in fragment order")
-    from envoi.ops.gemm.hopper import host as hopper
-    from envoi.ops.gemm.hopper_mx import host as hopper_mx
-    from envoi.ops.gemm.hopper_w4a8 import host as w4a8
-    from envoi.ops.gemm.hopper_w4a16 import many
-    from envoi.ops.gemm.triton import host as triton
-
-    runs = {
-        "hopper": hopper.run_gemm, "hopper_mx": hopper_mx.run_gemm, "triton": triton.run_gemm,
-        "w4a8": w4a8.run, "w4a16": many.run,
-    }  # fmt: skip
-    run: Callable = runs[kernels or kernels_for(kind, a, b, ir, grouping)]
-    return run(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
+    host, run = RUNS[kernels or kernels_for(kind, a, b, ir, grouping)]
+    run_gemm = getattr(import_module(f"envoi.ops.gemm.{host}"), run)
+    return run_gemm(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
 
 
 def kernels_for(kind: str, a: Matrix, b: Matrix, ir: IR, grouping: Grouping = ALL_ROWS) -> str:

@@ -13,6 +13,9 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_expe
 HALVES = torch.bfloat16, torch.float16
 IDS, WEIGHTS = (torch.int32, torch.int64), (torch.float32, *HALVES)
 INT32 = torch.iinfo(torch.int32)
+TENSORS = tuple(
+    f"{side}{part}" for side in ("gate_up", "down") for part in (".values", ".sf", ".scale", ".zeros", "_bias")
+)
 
 
 def flatten(experts: ExpertWeights) -> tuple:
@@ -36,9 +39,8 @@ def constants_of(experts: ExpertWeights) -> tuple:
 
 
 def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
-    """Return the experts' tensors, None for those that they don't have."""
-    x, y = _parts(experts.gate_up), _parts(experts.down)
-    return *x, experts.gate_up_bias, *y, experts.down_bias
+    """Return the experts' tensors in the order of TENSORS, None for those that they don't have."""
+    return *_split(experts.gate_up), experts.gate_up_bias, *_split(experts.down), experts.down_bias
 
 
 def scale_of(weight: Matrix) -> torch.Tensor | None:
@@ -50,12 +52,6 @@ def columns_of(weight: Matrix, bias: torch.Tensor | None) -> dict[str, torch.Ten
     """Return the operands of an expert GEMM's epilogue that belong to the weight's rows: its scales and its bias."""
     found = {"scale": scale_of(weight), "bias": bias}
     return {name: x for name, x in found.items() if x is not None}
-
-
-def _parts(weight: Matrix) -> tuple[torch.Tensor | None, ...]:
-    if isinstance(weight, QuantTensor):
-        return weight.values, weight.sf, weight.scale, weight.zeros
-    return (weight,)
 
 
 def unflatten(

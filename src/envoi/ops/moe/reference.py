@@ -19,13 +19,13 @@ once, as the kernels for many tokens do; those for few tokens multiply integers,
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from envoi.epilogues.library import expert_l1, expert_l2
+from envoi.epilogues.library import expert_l1
 from envoi.ops.gemm import grouped_gemm
-from envoi.ops.moe.op import columns_of, scale_of
+from envoi.ops.moe.epilogues import l1_operands, l2_epilogue, l2_operands
+from envoi.ops.moe.op import scale_of
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize, quantize
 from envoi.quant.formats import format_named
@@ -44,20 +44,15 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     """Run L1 -> activation -> quantise -> L2 on sorted rows: [P, H] bf16, each multiplied by its routing weight."""
     scheme = format_named(experts.format).activations
     has_bias, has_scale = experts.gate_up_bias is not None, scale_of(experts.gate_up) is not None
-    left_as = scheme.name if scheme else None
-    layout = experts.gate_up_layout
+    left_as, layout = scheme.name if scheme else None, experts.gate_up_layout
     l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, left_as, layout, has_scale=has_scale)
-    l1_operands: dict[str, Any] = {**columns_of(experts.gate_up, experts.gate_up_bias)}
-    l2_operands: dict[str, Any] = {**columns_of(experts.down, experts.down_bias)}
-    if has_bias:
-        l2_operands["weight"] = rows.topk_weights
+    weights = rows.topk_weights
     gate_up, down = _by_rows(experts.gate_up), _by_rows(experts.down)
     with span("L1"):
-        hidden = grouped_gemm(rows.rows, gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
+        hidden = grouped_gemm(rows.rows, gate_up, rows.offsets, l1, **l1_operands(experts, weights))
     with span("L2"):
-        return grouped_gemm(
-            hidden, down, rows.offsets, expert_l2(has_bias, has_scale), out_dtype=torch.bfloat16, **l2_operands
-        )  # fmt: skip
+        operands, l2 = l2_operands(experts, weights), l2_epilogue(experts)
+        return grouped_gemm(hidden, down, rows.offsets, l2, out_dtype=torch.bfloat16, **operands)
 
 
 def _by_rows(weight: Matrix) -> Matrix:

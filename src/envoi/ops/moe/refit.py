@@ -7,13 +7,10 @@ from typing import Any
 import torch
 
 from envoi.check import describe, dtype_name
+from envoi.ops.moe.op import TENSORS, tensors_of
 from envoi.ops.moe.packing import pack
 from envoi.quant.bits import as_bytes
 from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
-
-PARTS = tuple(
-    f"{side}{part}" for side in ("gate_up", "down") for part in (".values", ".sf", ".scale", ".zeros", "_bias")
-)
 
 
 def refit(experts: ExpertWeights, gate_up: Matrix, down: Matrix, **given: Any) -> ExpertWeights:
@@ -50,23 +47,13 @@ def _check_promises(name: str, old: Matrix, new: Matrix) -> None:
 
 def _pairs(old: ExpertWeights, new: ExpertWeights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the tensors in place and the new ones. Raises ValueError if they don't fit."""
-    for name, x, y in zip(PARTS, _tensors(old), _tensors(new), strict=True):
+    for name, x, y in zip(TENSORS, tensors_of(old), tensors_of(new), strict=True):
         if x is None and y is None:
             continue
         if x is None or y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
             need = "None" if x is None else f"{dtype_name(x.dtype)} {list(x.shape)}"
             raise ValueError(f"{name}: expected {need}, as in place, got {'None' if y is None else describe(y)}")
         yield x, y
-
-
-def _tensors(experts: ExpertWeights) -> list[torch.Tensor | None]:
-    found: list[torch.Tensor | None] = []
-    for weight, bias in ((experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)):
-        if isinstance(weight, torch.Tensor):
-            found += [weight, None, None, None, bias]
-        else:
-            found += [weight.values, weight.sf, weight.scale, weight.zeros, bias]
-    return found
 
 
 ExpertWeights.refit = staticmethod(refit)

@@ -3,13 +3,11 @@
 Called eagerly, an operator's Python decides each time what the shapes, dtypes and devices of its arguments have decided
 long before: the backend, the config, the buffers, and what each kernel's parameters are. Only addresses change.
 
-    calls       arguments -> key -> what to do: plan, replay, or run as always; the guards
-    forms       a replay found by torch's own guards, without a key
-    replay      planned launches (`runtime.program`) -> blocks of parameters, into which each call writes its addresses
-    parameters  a launch's arguments -> the kernel's parameters, as the driver takes them
-    driver      the CUDA driver, by ctypes
+    calls     arguments -> what to do: plan, replay, or run as always; found by torch's guards, or by a key
+    replay    planned launches (`runtime.program`) -> blocks of parameters, into which each call writes its addresses
+    driver    the CUDA driver, by ctypes
 
-The first call with a key is planned and launched by Triton; the later ones are replayed:
+The first call with a key is planned, and its kernels are loaded by Triton. Then it runs as all later ones do:
 
     outputs = one new tensor each; scratch = one allocation for all that the call uses between its launches
     for each address in a parameter block: write that of the input, the output, or the place in the scratch

@@ -10,6 +10,8 @@ runs as always, with all its checks, errors, records and modes:
     Triton's launches have hooks
 
 Wrong arguments have no key: planning refuses them, and the call as always says why.
+
+To make a key takes ten times as long as the guards of torch's compiler, so a call is looked for among `Forms` first.
 """
 
 import functools
@@ -18,6 +20,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -29,13 +32,13 @@ from envoi.runtime import program, shortcuts, triton_compat, workspace
 from envoi.runtime.custom_op import watched
 from envoi.runtime.devices import limited
 from envoi.runtime.prepared import driver as driver_module
-from envoi.runtime.prepared.forms import Forms
-from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of, run_first
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
 # stream share the scratch memory that `runtime.workspace` keeps for it.
 MOST_CALLS = 1024
+MOST_VARIANTS = 4  # of strides, dtypes and modes that a form is looked up for
 ALIGNMENT_MASK = 15
 MISSED = object()
 
@@ -44,6 +47,7 @@ Listed = (
     tuple[tuple, Sequence[torch.Tensor | None]] | None
 )  # constants and tensors, or None for a call to run as always
 
+_guards: Any = getattr(shortcuts.GUARDS, "TensorGuards", None)
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
 
@@ -55,6 +59,93 @@ class Plannable(NamedTuple):
     arguments: tuple
     named: dict[str, Any] = {}  # noqa: RUF012
     owner: Any = None
+
+
+class Variant(NamedTuple):
+    """Prepared call, and what its tensors have to be.
+
+    check: torch's guards for the tensors that aren't None; pick: takes these out of all, None where that is all of
+    them; absent: the places of the others.
+    """
+
+    check: Callable[..., bool]
+    num_tensors: int
+    device: int
+    pick: Callable[[Sequence], tuple] | None
+    absent: tuple[int, ...]
+    call: Prepared
+
+
+class Forms:
+    """Variants of calls by constants and the shape of their first tensor; at most `most` of these.
+
+    Torch compares the tensors with those of a call that went through all checks:
+
+        class, dtype, device, sizes, strides                     of each tensor
+        dispatch keys, with those that a mode, a transform,      as they were: a tensor that holds its negative,
+            a tracer, inference mode or autocast adds            inference mode or not, for instance
+        requires a gradient, where grad mode is on               never
+        one object twice                                         never: such a call is found by its key
+    """
+
+    def __init__(self, most: int) -> None:
+        self.known: dict[Any, tuple[Variant, ...]] = {}
+        self.most = most
+
+    def find(self, constants: tuple, tensors: Sequence[torch.Tensor | None], device: int) -> Prepared | None:
+        """Return the prepared call that these tensors fit, None if there is none. device: the current one."""
+        first: Any = tensors[0]
+        for variant in self.known.get((constants, first.shape), ()):
+            if variant.device != device or len(tensors) != variant.num_tensors:
+                continue
+            for place in variant.absent:
+                if tensors[place] is not None:
+                    break
+            else:
+                # A None among the picked fails the check like any other object that is no tensor.
+                if variant.check(*(tensors if variant.pick is None else variant.pick(tensors))):
+                    return variant.call
+        return None
+
+    def add(self, constants: tuple, tensors: Sequence[torch.Tensor | None], call: Prepared) -> None:
+        """Add a call that went through all checks, so that its tensors are on one device.
+
+        Nothing happens where torch has no such guards.
+        """
+        present = tuple(i for i, x in enumerate(tensors) if x is not None)
+        absent = tuple(i for i, x in enumerate(tensors) if x is None)
+        given: list[Any] = [tensors[i] for i in present]
+        check = _check_of(given)
+        if check is None or not check(*given):
+            return
+        if len(self.known) >= self.most:
+            self.known.clear()
+        key = constants, given[0].shape
+        variants = self.known.get(key, ())
+        pick = _picker(present) if absent else None
+        variant = Variant(check, len(tensors), given[0].get_device(), pick, absent, call)
+        self.known[key] = (*variants[-MOST_VARIANTS + 1 :], variant)
+
+    def forget(self, call: Prepared) -> None:
+        """Forget all variants of a call."""
+        kept = {key: tuple(v for v in variants if v.call is not call) for key, variants in self.known.items()}
+        self.known = {key: variants for key, variants in kept.items() if variants}
+
+
+def _picker(places: tuple[int, ...]) -> Callable[[Sequence], tuple]:
+    """Return a function that takes these places out of a sequence, as a tuple."""
+    take = itemgetter(*places)
+    return take if len(places) > 1 else lambda found: (take(found),)
+
+
+def _check_of(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
+    if _guards is None:
+        return None
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    try:
+        return _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (TypeError, RuntimeError):  # another release of torch
+        return None
 
 
 class Calls:
@@ -75,7 +166,7 @@ class Calls:
     ) -> Any:  # fmt: skip
         """Return the result of a call whose tensors have the forms of a prepared one's, MISSED if there is none.
 
-        Arguments as for `run`; for calls that nothing watches but what the guards of `forms` notice.
+        Arguments as for `run`; for calls that nothing watches but what the guards of `Forms` notice.
         """
         driver = driver_module.active()
         if driver is None or not self.forms.known:
@@ -134,33 +225,28 @@ class Calls:
             return found.run(addresses, stream, given)
         if found is not None:
             return copied(as_always(), given)
-        return self._run_first(key, constants, tensors, as_always, call, given)
+        planned = self._prepared(tensors, max(addresses), call)
+        if isinstance(planned, Prepared):
+            self._keep(key, planned)
+            self.forms.add(constants, tensors, planned)
+            return planned.run(addresses, stream, given)
+        result = copied(as_always(), given)
+        if not _is_given_twice(tensors):
+            self._keep(key, planned)
+        return result
 
-    def _run_first(
-        self, key: Any, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any],
-        call: Plannable, given: Given,
-    ) -> Any:  # fmt: skip
+    @staticmethod
+    def _prepared(tensors: Sequence[torch.Tensor | None], address: int, call: Plannable) -> Prepared | str:
+        """Plan a call and load its kernels; return why that can't be. address: as `Prepared` takes it."""
         driver: Any = driver_module.active()
         function, arguments, named, owner = call
         try:
             planned = program.plan(function, arguments, named, tensors, driver.target(), owner)
-            refusal = planned.refusal
-        except Exception as error:  # wrong arguments, or a value that the host reads
-            planned, refusal = None, f"{type(error).__name__}: {error}"
-        if planned is not None and not refusal:
-            try:
-                result, found = run_first(planned, tensors, driver, given)
-            except program.RefusedError as error:
-                refusal = str(error)
-            else:
-                self._keep(key, found)
-                if isinstance(found, Prepared):
-                    self.forms.add(constants, tensors, found)
-                return result
-        result = copied(as_always(), given)
-        if not _is_given_twice(tensors):
-            self._keep(key, refusal)
-        return result
+            return planned.refusal or Prepared(planned, driver, address)
+        except program.RefusedError as error:
+            return str(error)
+        except Exception as error:  # wrong arguments, a value that the host reads, or another Triton
+            return f"{type(error).__name__}: {error}"
 
     def _keep(self, key: Any, found: Prepared | str) -> None:
         """Keep what is known of a key. If there are too many, forget the oldest that weren't used since they were last
@@ -203,7 +289,7 @@ def clear() -> None:
 
 
 def unwatched() -> bool:
-    """Tell whether calls of this thread may be prepared now, as far as the guards of `forms` don't notice it."""
+    """Tell whether calls of this thread may be prepared now, as far as the guards of `Forms` don't notice it."""
     return (
         shortcuts.PREPARED
         and shortcuts.ENABLED

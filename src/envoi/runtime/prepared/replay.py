@@ -1,16 +1,22 @@
-"""Runs of a planned call: its launches as blocks of parameters, into which each run writes its addresses.
+"""Planned calls ready to run: their launches as blocks of parameters, into which each run writes its addresses.
 
-    run_first   the first run, by Triton's launcher, which compiles; makes a Prepared of it
-    Prepared    what is the same for all runs: outputs, scratch, which word takes which address
+    Prepared    what is the same for all runs: kernels, outputs, scratch, which word takes which address
     Frame       the memory of one call under way: for each launch a LaunchConfig, its attributes, the parameters, and a
                 pointer to each of them
 
 The driver copies the parameters while a launch is made, in a CUDA graph when it is captured, so a frame may be written
 again as soon as the call has returned. A call takes a frame from a list and puts it back: threads never share one.
+
+Parameters of a kernel, in Triton 3.6 to 3.9: the arguments that aren't constexpr (None and an integer 1 are constexpr
+too), tuples taken apart; a TMA descriptor is its map of 128 bytes, then its shape in int32, then its strides in int64;
+at the end the addresses of two scratch memories. What the driver knows of the kernel's parameters is compared with that
+order, so that a Triton with another one is noticed.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,23 +24,10 @@ import torch
 
 from envoi.check import expect_tensor
 from envoi.runtime import launch as launcher
-from envoi.runtime import workspace
-from envoi.runtime.prepared.driver import INVALID_CONTEXT, Attribute, LaunchConfig, attributes_of
-from envoi.runtime.prepared.parameters import Parameter, check_launch, check_map, check_sizes, parameters_of
-from envoi.runtime.program import (
-    ALIGNMENT,
-    FIXED,
-    INPUT,
-    KEPT,
-    NOWHERE,
-    OUTPUT,
-    SCRATCH,
-    Place,
-    Program,
-    RefusedError,
-    extent_bytes,
-)
-from envoi.runtime.shortcuts import rebase
+from envoi.runtime import program, workspace
+from envoi.runtime.prepared.driver import INVALID_CONTEXT, MAP_BYTES, Attribute, LaunchConfig, attributes_of
+from envoi.runtime.program import ALIGNMENT, FIXED, INPUT, KEPT, NOWHERE, OUTPUT, SCRATCH, Place, Program, RefusedError
+from envoi.runtime.tma import rebase
 
 WORD = 8
 CONFIG_WORDS = -(-ctypes.sizeof(LaunchConfig) // WORD)
@@ -43,10 +36,15 @@ STREAM_WORD = LaunchConfig.stream.offset // WORD
 MAP_WORDS = 16  # a map is on 128 bytes
 FRAME_ALIGNMENT = 128
 NO_STREAM = -1
+ADDRESS_BYTES = 8
+FORMATS = {
+    "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+    "fp32": "f", "fp64": "d",
+}  # fmt: skip
 
 
-class Launch(NamedTuple):
-    """Launch of a prepared call, in few objects: Python's garbage collection takes time for each.
+class Loaded(NamedTuple):
+    """Launch whose kernel is loaded, in few objects: Python's garbage collection takes time for each.
 
     attributes: numbers of the launch attributes. words: the word of each parameter, counted from the launch's first.
     memory: all of the launch's in a frame, with its parameters at their words and zeros elsewhere.
@@ -67,7 +65,7 @@ class Frame:
 
     __slots__ = ("_memory", "calls", "kept", "scratch", "starts", "stream", "words")
 
-    def __init__(self, launches: Sequence[Launch]) -> None:
+    def __init__(self, launches: Sequence[Loaded]) -> None:
         num_words = sum(len(launch.memory) for launch in launches) // WORD
         self._memory = bytearray(num_words * WORD + FRAME_ALIGNMENT)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -83,7 +81,7 @@ class Frame:
             self.starts.append(start)
             start += len(launch.memory) // WORD
 
-    def _fill(self, launch: Launch, start: int, address: int) -> tuple[int, int, int, None]:
+    def _fill(self, launch: Loaded, start: int, address: int) -> tuple[int, int, int, None]:
         """Write all of a launch at this word; address: of the frame."""
         num_warps, _, shared_bytes = launch.compiled.packed_metadata  # the warps of all roles
         at_attributes = start + CONFIG_WORDS
@@ -122,7 +120,7 @@ def check_out(out: Sequence[torch.Tensor], forms: Sequence[tuple], device: torch
         expect_tensor(name, x, dtype, shape, device)
         if x.numel() and (x.stride() != strides or x.data_ptr() % ALIGNMENT):
             raise ValueError(f"{name}: expected strides {strides} and an address that is a multiple of 16, got others")
-    ranges = sorted((x.data_ptr(), x.data_ptr() + extent_bytes(x)) for x in out if x.numel())
+    ranges = sorted((x.data_ptr(), x.data_ptr() + program.extent_bytes(x)) for x in out if x.numel())
     if any(end > start for (_, end), (start, _) in pairwise(ranges)):
         raise ValueError("out: expected tensors that share no memory")
 
@@ -143,106 +141,6 @@ def check_workspace(memory: torch.Tensor, num_bytes: int, device: torch.device) 
     return memory
 
 
-class Launched(NamedTuple):
-    """Launch that was made: the compiled kernel, None if it isn't known, the grid of 3, and the arguments."""
-
-    compiled: Any
-    grid: tuple[int, int, int]
-    arguments: tuple
-
-
-class Memory:
-    """Memory of a program's first run: tensors for those that it was planned with.
-
-    outputs: of the result. places: what each tensor that was made for an argument stands for, by its id.
-    """
-
-    def __init__(
-        self, program: Program, tensors: Sequence[torch.Tensor | None], driver: Any, given: Given
-    ) -> None:  # fmt: skip
-        """tensors: the call's, as `plan` took them."""
-        self._program, self._driver = program, driver
-        first: Any = tensors[0]
-        forms = forms_of(program.outputs)
-        if given.out is not None:
-            check_out(given.out, forms, first.device)
-        self.outputs = [driver.empty(*form) for form in forms] if given.out is None else list(given.out)
-        scratch: list[torch.Tensor] = []
-        if program.scratch_bytes and given.workspace is not None:
-            scratch.append(check_workspace(given.workspace, program.scratch_bytes, first.device))
-        elif program.scratch_bytes:
-            scratch.append(driver.empty((program.scratch_bytes // 4,), (1,), torch.float32))
-        self._by_role: dict[int, Sequence[Any]] = {
-            INPUT: tensors, OUTPUT: self.outputs, SCRATCH: scratch, FIXED: program.owned_memory,
-            KEPT: [find(first.device) for find in program.kept],
-        }  # fmt: skip
-        self._made: dict[int, torch.Tensor] = {}
-        self.places: dict[int, Place] = {}
-        for stand_ins, real in (
-            (program.inputs, tensors), (program.owned, program.owned_memory), (program.outputs, self.outputs),
-        ):  # fmt: skip
-            self._made |= {id(x): y for x, y in zip(stand_ins, real, strict=True) if x is not None and y is not None}
-
-    def argument(self, value: Any) -> Any:
-        """Return a launch's argument with tensors that have memory."""
-        kind = type(value)
-        if kind is int or kind is bool or value is None:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, tuple):
-            parts = [self.argument(x) for x in value]
-            return kind(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if hasattr(value, "base") and hasattr(value, "block_shape"):  # a TMA descriptor
-            return rebase(value, self._tensor(value.base))
-        return value
-
-    def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        place = self._program.place(x)
-        made = self._made.get(id(x))
-        if made is None:
-            made = self._made[id(x)] = self._part(x, place)
-        self.places[id(made)] = place
-        return made
-
-    def _part(self, x: torch.Tensor, place: Place) -> torch.Tensor:
-        if place == NOWHERE:
-            return self._driver.empty(tuple(x.shape), x.stride(), x.dtype)
-        whole = self._by_role[place.role][place.number]
-        first = (whole.storage_offset() * whole.itemsize + place.offset) // x.itemsize
-        with torch.no_grad():
-            return torch.empty(0, dtype=x.dtype, device=whole.device).set_(
-                whole.untyped_storage(), first, x.shape, x.stride()
-            )
-
-
-def run_first(
-    program: Program, tensors: Sequence[torch.Tensor | None], driver: Any, given: Given = NOTHING_GIVEN
-) -> tuple[Any, "Prepared | str"]:  # fmt: skip
-    """Make a program's launches by Triton's launcher; return the result, and the call prepared for later runs.
-
-    tensors: the call's. Instead of a prepared call a text says why there is none. Raises RefusedError, before anything
-    is launched, for memory that isn't the call's own.
-    """
-    memory = Memory(program, tensors, driver, given)
-    made = [memory.argument(launch.arguments) for launch in program.launches]  # all, before anything is launched
-    launched, done = [], 0
-    for end, step in [*program.steps, (len(program.launches), None)]:
-        for (kernel, grid, _, options), arguments in zip(program.launches[done:end], made[done:end], strict=True):
-            x, y, z = (*grid, 1, 1)[:3]
-            launched.append(Launched(launcher.run(kernel, grid, arguments, options), (x, y, z), arguments))
-        done = end
-        if step is not None:
-            step()
-    result = program.build(memory.outputs)
-    try:
-        return result, Prepared(program, launched, memory.places, driver)
-    except RefusedError as error:
-        return result, str(error)
-    except Exception as error:  # the call itself is done; what is private to Triton may have changed
-        return result, f"{type(error).__name__}: {error}"
-
-
 class Prepared:
     """Planned call, ready to run on tensors of the same shapes, strides, dtypes and device."""
 
@@ -251,20 +149,22 @@ class Prepared:
         "_of_scratch", "_outputs", "_parts", "_scratch", "_scratch_floats", "_streams", "launches", "used",
     )  # fmt: skip
 
-    def __init__(
-        self, program: Program, launched: Sequence[Launched], places: dict[int, Place], driver: Any
-    ) -> None:  # fmt: skip
-        """launched: what ran first; places: of the tensors in it. Raises RefusedError if it can't run otherwise."""
-        made = [_launch(each, places, program, driver) for each in launched if 0 not in each.grid]
+    def __init__(self, planned: Program, driver: Any, address: int) -> None:
+        """Load the program's kernels. Raises RefusedError if it can't run by the driver alone.
+
+        address: in the GPU's memory, for maps of matrices that aren't there yet.
+        """
+        launches = [launch for launch in planned.launches if 0 not in launch.grid]
+        made = [_loaded(launch, planned, driver, address) for launch in launches]
         self.launches = [launch for launch, _ in made]
-        self._build = program.build
-        self._parts = _parts(program, launched)
-        self._outputs = forms_of(program.outputs)
-        self._scratch_floats = program.scratch_bytes // 4
+        self._build = planned.build
+        self._parts = _parts(planned)
+        self._outputs = forms_of(planned.outputs)
+        self._scratch_floats = planned.scratch_bytes // 4
         self._device = driver.device()
         keeps = 0 < self._scratch_floats <= workspace.MOST_SCRATCH
         self._scratch = workspace.scratch(self._device) if keeps else None
-        self._kept = program.kept
+        self._kept = planned.kept
         self.used = False
         self._driver, self._context = driver, driver.context()
         frame = Frame(self.launches)
@@ -341,26 +241,119 @@ class Prepared:
             raise RuntimeError(f"cuLaunchKernelEx: expected 0 from the CUDA driver, got {error}")
 
 
-def _launch(
-    launched: Launched, places: dict[int, Place], program: Program, driver: Any
-) -> tuple[Launch, list[Place]]:  # fmt: skip
-    """Return a launch, and the place of each parameter's address, NOWHERE for numbers too."""
-    if launched.compiled is None:
-        raise RefusedError("a launch without a compiled kernel")
-    check_launch(launched.compiled)
-    parameters = parameters_of(launched.compiled, launched.arguments, driver)
-    check_sizes(launched.compiled, parameters, driver)
-    for parameter in parameters:
-        if parameter.is_map:
-            check_map(parameter, driver)
-    places_of = [NOWHERE if x.tensor is None else places[id(x.tensor)] for x in parameters]
-    meta = launched.compiled.metadata
+def _loaded(launch: program.Launch, planned: Program, driver: Any, address: int) -> tuple[Loaded, list[Place]]:
+    """Return a launch with its kernel, and the place of each parameter's address, NOWHERE for numbers too."""
+    compiled = launcher.load(*launch)
+    check_launch(compiled)
+    parameters = parameters_of(compiled, launch.arguments, driver, address)
+    known, given = driver.parameter_sizes(compiled), [len(parameter.value) for parameter in parameters]
+    if known != given:
+        raise RefusedError(f"parameters of {given} bytes, where the driver knows of {known}")
+    places = [NOWHERE if x.tensor is None else planned.place(x.tensor) for x in parameters]
+    meta = compiled.metadata
     attributes = attributes_of(bool(meta.launch_cooperative_grid), bool(meta.launch_pdl))
     words, num_words = _words(parameters, CONFIG_WORDS + len(attributes) * ATTRIBUTE_WORDS + len(parameters))
     values = bytearray(num_words * WORD)
-    for parameter, word in zip(parameters, words, strict=True):
+    for parameter, place, word in zip(parameters, places, words, strict=True):
+        if parameter.is_map:
+            check_map(parameter, driver)
         values[word * WORD : word * WORD + len(parameter.value)] = parameter.value
-    return Launch(launched.compiled, launched.grid, tuple(attributes), tuple(words), bytes(values)), places_of
+        if place.role == FIXED and place != NOWHERE:
+            owned = planned.owned_memory[place.number].data_ptr() + place.offset
+            struct.pack_into("Q", values, word * WORD, owned)
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    return Loaded(compiled, (x, y, z), tuple(attributes), tuple(words), bytes(values)), places
+
+
+def check_launch(compiled: Any) -> None:
+    """Raise RefusedError for a kernel whose launch needs more than its parameters."""
+    if compiled is None:
+        raise RefusedError("a launch without a compiled kernel")
+    meta = compiled.metadata
+    if meta.global_scratch_size or meta.profile_scratch_size:
+        raise RefusedError("scratch memory that Triton allocates")
+    if meta.num_ctas != 1:
+        raise RefusedError("clusters of CTAs")
+    if compiled.function is None:
+        raise RefusedError("a kernel that isn't loaded")
+
+
+class Parameter(NamedTuple):
+    """Bytes of a parameter; if they begin with the address of a tensor, that tensor.
+
+    A map is followed by the shape and the strides of its matrix, which are parameters of their own.
+    """
+
+    value: bytes
+    tensor: torch.Tensor | None = None
+
+    @property
+    def is_map(self) -> bool:
+        """Return True for a TMA descriptor's map."""
+        return len(self.value) == MAP_BYTES
+
+
+class Somewhere(NamedTuple):
+    """Stand-in for a matrix of which only the address matters."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self.address
+
+
+def parameters_of(compiled: Any, arguments: tuple, driver: Any, address: int) -> list[Parameter]:
+    """Return the parameters of a compiled kernel for these arguments. RefusedError for what isn't known here.
+
+    address: in all maps.
+    """
+    forms = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    somewhere: Any = Somewhere(address & -MAP_BYTES)  # maps of FP4 have to be on 32 bytes
+
+    def encode(descriptor: Any) -> bytes:
+        form = next(forms, None)
+        if form is None:
+            raise RefusedError("a descriptor that the kernel takes apart")
+        return driver.tensor_map(rebase(descriptor, somewhere), form)
+
+    kinds = tuple(compiled.src.signature.values())
+    return [*_flatten(kinds, arguments, encode), *[Parameter(bytes(ADDRESS_BYTES))] * 2]
+
+
+def _flatten(kinds: tuple, values: tuple, encode: Callable[[Any], bytes]) -> Iterator[Parameter]:
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _flatten(kind, value, encode)
+        elif kind.startswith("tensordesc"):
+            yield Parameter(encode(value), value.base)
+            yield from (Parameter(struct.pack("i", side)) for side in value.shape)
+            yield from (Parameter(struct.pack("q", stride)) for stride in value.strides)
+        elif kind[0] == "*":
+            yield _pointer(value)
+        elif kind != "constexpr":
+            yield Parameter(_number(kind, value))
+
+
+def _pointer(value: Any) -> Parameter:
+    if not (value is None or isinstance(value, torch.Tensor)):
+        raise RefusedError(f"an address without a tensor, given as {type(value).__name__}")
+    return Parameter(bytes(ADDRESS_BYTES), value)
+
+
+def _number(kind: str, value: Any) -> bytes:
+    if kind not in FORMATS:
+        raise RefusedError(f"a number of type {kind}")
+    if kind == "fp32" and math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max:
+        raise RefusedError(f"{value} as float32")
+    return struct.pack(FORMATS[kind], value)
+
+
+def check_map(parameter: Parameter, driver: Any) -> None:
+    """Raise RefusedError unless the first 8 bytes of a map are its address and nothing else depends on it."""
+    other = 0x7F00_1234_5680
+    if driver.moved_map(parameter.value, other) != struct.pack("Q", other) + parameter.value[ADDRESS_BYTES:]:
+        raise RefusedError("a tensor map whose address stands elsewhere")
 
 
 def _words(parameters: Sequence[Parameter], before: int) -> tuple[list[int], int]:
@@ -379,20 +372,18 @@ def _up(word: int) -> int:
     return -(-word // MAP_WORDS) * MAP_WORDS
 
 
-def _parts(
-    program: Program, launched: Sequence[Launched]
-) -> list[tuple[slice, Callable[[], object] | None]]:  # fmt: skip
+def _parts(planned: Program) -> list[tuple[slice, Callable[[], object] | None]]:
     """Return the launches up to each step, and the step; None after the last ones."""
     found, first = [], 0
-    for raw, step in [*program.steps, (len(launched), None)]:
-        last = sum(0 not in each.grid for each in launched[:raw])
+    for raw, step in [*planned.steps, (len(planned.launches), None)]:
+        last = sum(0 not in each.grid for each in planned.launches[:raw])
         found.append((slice(first, last), step))
         first = last
     return found
 
 
 def _written(
-    made: Sequence[tuple[Launch, list[Place]]], starts: Sequence[int], role: int
+    made: Sequence[tuple[Loaded, list[Place]]], starts: Sequence[int], role: int
 ) -> list[tuple[int, int, int]]:  # fmt: skip
     """Return (word, number, offset) of each address with this role."""
     return [

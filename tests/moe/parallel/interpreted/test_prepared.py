@@ -67,7 +67,7 @@ def test_bits(fake, monkeypatch, format, way, presum):
         tokens, routing = inputs(seed)
         before = len(fake.calls)
         got = parallel.moe(tokens, routing)
-        assert (len(fake.calls) > before) == (seed >= 1)
+        assert len(fake.calls) > before
         shortcuts.PREPARED = False
         want = parallel.moe(tokens, routing)
         assert_same_bits(got, want)

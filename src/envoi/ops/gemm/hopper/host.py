@@ -423,7 +423,8 @@ def scratch(call: Call, config: TileConfig, num_split: int) -> tuple[torch.Tenso
     slots_of_rows = cdiv(N, config.rows_per_consumer if config.swap_ab else config.block_y)
     if not num_sums and not call.code.partials:
         return _no_scratch(device)
-    sums = workspace.floats(num_sums + call.code.partials * slots_of_rows * M, device)
+    num_sums_of_rows = call.code.partials * slots_of_rows * M
+    sums = torch.empty(num_sums + num_sums_of_rows, dtype=torch.float32, device=device)
     counters = workspace.counters(shares + M + config.block_m, device)
     return sums, counters, sums[num_sums:], counters[shares:]
 

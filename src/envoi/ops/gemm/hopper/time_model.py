@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil, erfc, exp, hypot, sqrt
 
 from envoi.ops.gemm.hopper.config import FEW_TOKENS, Config, Problem
-from envoi.runtime.gpu_rates import H200
+from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv
 
 

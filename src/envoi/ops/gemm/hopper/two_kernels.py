@@ -14,7 +14,7 @@ from envoi.epilogues.outputs import chunk_columns, rows_must_fit
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import Problem, are_few
 from envoi.ops.gemm.hopper.time_model import COSTS, predicted_cycles
-from envoi.runtime.gpu_rates import H200
+from envoi.runtime.devices import H200
 
 LAUNCH_US = 3.0  # of a second kernel with few rows, in a graph
 

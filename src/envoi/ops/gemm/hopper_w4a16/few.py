@@ -150,7 +150,8 @@ def gemm_launch(
 
     device = buffers.out.device
     num_ctas = num_ctas or config.ctas_per_sm * devices.num_sms(device)
-    sums = workspace.floats(num_ctas * 16 * config.num_warps * config.tile_tokens, device)
+    num_sums = num_ctas * 16 * config.num_warps * config.tile_tokens
+    sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     flags = workspace.counters(num_ctas, device)
     if config.is_l1:
         weights, bias = layer.gate_up, layer.gate_up_bias

@@ -11,7 +11,7 @@ LEAST_SHIFT = 5  # log2 of how many, at least
 LANES = 32  # of a warp
 NUM_COUNTERS = OTHER_COUNTERS + UNIT_COUNTERS + LANES  # a look may go on after the last one
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
-FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: fewer beyond `LONG_K`, see `host._tiling`
+FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: fewer beyond `LONG_K`, see `host.tiling_of`
 _TILE = Config(64, 2, 128, 128, 6, mixed_experts=True)
 _WIDE = replace(_TILE, num_stages=5, wide_tail_tiles=True)
 # Tilings of L1 and L2 that have the same stages, so that one ring serves both, and tiles of as many rows.

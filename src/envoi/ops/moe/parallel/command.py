@@ -19,11 +19,10 @@ from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.support import with_small_factors
-from envoi.ops.moe.warm_up import ROUTED, LayerCall, compile_calls
+from envoi.ops.moe.warm_up import ROUTED, LayerCall
 from envoi.quant.formats import format_named
-from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.kernel_case import EVERY_ARCH
-from envoi.runtime.planned_kernels import Call
+from envoi.runtime.devices import EVERY_ARCH, Target, standing_for
+from envoi.runtime.planned_kernels import Call, compile_calls
 from envoi.runtime.program import without_memory
 from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights, Routing, has_gate

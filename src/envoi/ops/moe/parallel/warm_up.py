@@ -19,10 +19,9 @@ from envoi.ops.moe.parallel.opening import Grid
 from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
 from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.ops.moe.permute import combine_rows, empty_rows
-from envoi.ops.moe.warm_up import compile_calls
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import Target
-from envoi.runtime.planned_kernels import Site, launches_of, load, load_at
+from envoi.runtime.planned_kernels import Site, compile_calls, launches_of, load, load_at
 from envoi.runtime.program import without_memory
 from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights

@@ -7,8 +7,7 @@ import torch
 
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
-from envoi.ops.moe.router.rules import Rule
-from envoi.ops.moe.router.spec import Spec
+from envoi.ops.moe.router.spec import Rule, Spec
 from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
@@ -179,7 +178,8 @@ def _hopper_arguments(
     if tiling.polls_sums:
         sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
     elif tiling.parts > 1:
-        sums = workspace.floats(tiling.num_sets * row_blocks * tiling.tile * tiling.columns, device)
+        num_sums = tiling.num_sets * row_blocks * tiling.tile * tiling.columns
+        sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     counts, offsets = outputs["counts"] or (None, None)
     counter = None if counts is None else counted
     arguments = (

@@ -9,7 +9,7 @@ Defaults of a configuration class are no source where a file could be read: they
 from dataclasses import dataclass
 
 from envoi.check import expect_choice
-from envoi.ops.moe.router.rules import Rule
+from envoi.ops.moe.router.spec import Rule
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ that a saturated score can't tie experts with different logits.
 import torch
 
 from envoi.ops.gemm.reference import accumulate
-from envoi.ops.moe.router.rules import Rule
+from envoi.ops.moe.router.spec import Rule
 
 EPS = 1e-20  # keeps a sum of underflowed weights from dividing by zero
 

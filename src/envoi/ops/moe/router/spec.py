@@ -1,12 +1,56 @@
-"""Constants that a router kernel is compiled for."""
+"""Rule of a router, and the constants that its kernels are compiled for. Rules of real models are in `presets`."""
 
 from dataclasses import dataclass
 
+from envoi.check import describe, expect_choice, expect_divisible, expect_float32, expect_int
 from envoi.constant import Constant
-from envoi.ops.moe.router.rules import Rule
 from envoi.runtime.math import next_power_of_2
 
 MAX_BLOCK = 1024
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk")
+GROUP_SCORES = ("max", "top2_sum")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule that turns scores into a selection and weights; `envoi.ops.moe.router.reference` has the order of the steps.
+
+    score: "softmax" over all experts, "sigmoid", "sqrt_softplus" = sqrt(log(1 + e^x)); or top-k on the logits, then
+        "softmax_over_topk" (softmax over the k) or "sigmoid_of_topk".
+    num_groups, num_topk_groups: experts are cut into equal groups by id and only the best ones compete; 1 = no groups.
+    group_score: a group's score is its best key ("max") or the sum of its two best ("top2_sum").
+    renormalize: divide the k weights by (their sum + 1e-20), as DeepSeek-V3, GLM and Kimi do. They add up to 1 unless
+        the sum is about as small: sigmoids of -50 for 8 experts that only expert_bias lifts give weights that add up
+        to 0.13, where a model that divides by the sum alone (MiniMax-M2) has 1.
+    routed_scale: multiplies the weights last.
+    """
+
+    score: str = "softmax"
+    num_groups: int = 1
+    num_topk_groups: int = 1
+    group_score: str = "max"
+    renormalize: bool = True
+    routed_scale: float = 1.0
+
+    def __post_init__(self):
+        expect_choice("rule.score", self.score, SCORES)
+        expect_choice("rule.group_score", self.group_score, GROUP_SCORES)
+        expect_int("rule.num_groups", self.num_groups, 1)
+        expect_int("rule.num_topk_groups", self.num_topk_groups, 1, self.num_groups, "at most num_groups")
+        expect_float32("rule.routed_scale", self.routed_scale)
+        if not isinstance(self.renormalize, bool):
+            raise ValueError(f"rule.renormalize: expected True or False, got {describe(self.renormalize)}")
+
+    def check_num_experts(self, num_experts: int, k: int) -> None:
+        """Raise ValueError unless the groups divide the experts and k experts are left in the kept groups."""
+        if num_experts % self.num_groups:  # a traced size can't be printed, so the reason is only written for a refusal
+            expect_divisible("gate.shape[0]", num_experts, self.num_groups, f"rule.num_groups is {self.num_groups}")
+        size = num_experts // self.num_groups
+        if self.num_groups > 1 and self.group_score == "top2_sum" and size < 2:
+            raise ValueError(f"rule.group_score: expected groups of at least 2 experts for 'top2_sum', got {size}")
+        if self.num_topk_groups * size < k:
+            kept = f"{self.num_topk_groups} groups of {size} experts"
+            raise ValueError(f"k: expected at most {self.num_topk_groups * size} ({kept} compete), got {k}")
 
 
 def block_sum(hidden: int) -> int:
