@@ -1,12 +1,11 @@
 """Tuning of the suites' GEMMs: python -m bench.tuning [SUITE ..], for the configs that the package ships."""
 
-import argparse
 import sys
 
 from bench.ahead import shapes_of
 from bench.evidence import SUITES
 from bench.suites import cases
-from envoi.cli import Parser, run_program
+from envoi.cli import TUNE, Parser, add_tune_options, run_program
 from envoi.tune import command, problems
 from envoi.tune.problems import Shape
 
@@ -15,18 +14,14 @@ GEMMS = [name for name in SUITES if name.startswith("gemm") and not name.endswit
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = Parser("python -m bench.tuning", description=command.DESCRIPTION, allow_abbrev=False)
+    parser = Parser("python -m bench.tuning", description=TUNE, allow_abbrev=False)
     parser.set_defaults(
         command="tuning", run=lambda args: command.tune_shapes(shapes(args.suites, args.case or ""), args)
     )
     parser.add_argument("suites", metavar="SUITE", nargs="*", help="a suite that has GEMMs; default: all")
     parser.add_argument("--case", metavar="SUBSTRING", help="only shapes whose line in --list contains this")
-    command.add_options(parser)
+    add_tune_options(parser)
     return run_program(parser, argv)
-
-
-def _run(args: argparse.Namespace) -> int:
-    return command.tune_shapes(shapes(args.suites, args.case or ""), args)
 
 
 def shapes(suites: list[str], part: str = "") -> list[Shape]:

@@ -25,7 +25,7 @@ def layer(num_tokens: int) -> tuple[torch.Tensor, Routing, ExpertWeights]:
 def test_a_layer_is_planned_without_a_gpu():
     made = envoi.plan(envoi.moe, *layer(6400))
     kernels = [launch.kernel for launch in made.launches]
-    assert kernels == ["sort_kernel", "gather_kernel", "gemm_kernel", "gemm_kernel", "combine_kernel"]
+    assert kernels == ["count_kernel", "place_kernel", "gather_kernel", "gemm_kernel", "gemm_kernel", "combine_kernel"]
     assert (made.outputs.shape, made.outputs.dtype, made.outputs.device.type) == ((6400, 256), BF16, "meta")
     rows = 6400 * 8
     assert rows * (256 + 256 + 256) * 2 < made.workspace_bytes < 1.02 * rows * 3 * 256 * 2  # gathered, hidden, rows

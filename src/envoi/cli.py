@@ -19,6 +19,8 @@ OPTIONS = {
     "intermediate": "inter", "gb_per_s": "network", "collective_us": "collective",
 }  # fmt: skip
 LAYER = "ops.moe.parallel.command"  # implements the commands that run or compile a layer
+TUNE = """Measure the configs of a Hopper GEMM in rounds, with a cold L2 cache, and keep the fastest. A later
+`envoi.gemm` on this machine uses it."""
 READER_GONE = 141  # a shell's exit status for a program ended by SIGPIPE
 
 
@@ -129,10 +131,24 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    from envoi.tune import command
+    parser.description = TUNE
+    add = parser.add_argument
+    add("--shape", metavar="MxNxK", required=True, help="sizes; with --groups M is the rows of all experts")
+    add("--format", metavar="F", default="bf16", help="bf16, fp8_row or fp8_block128; default: %(default)s")
+    add("--epilogue", metavar="NAME", default="store", help="of envoi.tune.problems.EPILOGUES; default: %(default)s")
+    add("--groups", metavar="E", type=int, help="experts; default: a plain GEMM")
+    add("--drawn", action="store_true", help="with --groups: as many rows an expert as routing at random leaves it")
+    add_tune_options(parser)
 
-    parser.description = command.DESCRIPTION
-    command.add_arguments(parser)
+
+def add_tune_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how shapes are measured, whichever they are."""
+    add = parser.add_argument
+    add("--candidates", metavar="N", type=int, default=24, help="configs that are measured, the most promising")
+    add("--repeat", metavar="N", type=int, default=20, help="rounds behind each median; default: %(default)s")
+    add("--jobs", metavar="N", type=int, help="processes that compile; default: by the CPUs")
+    add("--out", metavar="FILE", help="keep the winners here; default: gemm.json in the cache directory")
+    add("--list", action="store_true", help="print the shapes with their default configs and stop; needs no GPU")
 
 
 def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,9 +187,7 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     _layer_arguments(parser)
     add = parser.add_argument
     add("--format", metavar="NAME", default="fp8_block128", help=f"of {FORMATS}; default: %(default)s")
-    add("--skew", metavar="X", type=float, default=1.0, help="expert 0 has X times its share; default: %(default)s")
     add("--out", metavar="FILE", default="trace.json.gz", help="for ui.perfetto.dev; default: %(default)s")
-    add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
 
 
 def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:

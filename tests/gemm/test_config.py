@@ -77,6 +77,32 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
     assert chosen.wide_tail_tiles == wide
 
 
+# Times in us on an H200 of both GEMMs of experts by tiles of 64 x 256 and of 128 x 128, all in turns, routed at random:
+# notes/2026-11-around-gemms.md, "Tiles of 64 tokens in bf16". Tokens of all experts, features and K of the first.
+@pytest.mark.parametrize(
+    ("M", "N", "K", "experts", "low", "square"),
+    [(16384, 1536, 2048, 128, 355.3, 384.2), (32768, 1536, 2048, 128, 519.1, 578.1),
+     (65536, 1536, 2048, 128, 907.1, 991.5), (262144, 1536, 2048, 128, 3320.8, 3506.9),
+     (12288, 4096, 4096, 32, 925.4, 974.1), (49152, 4096, 4096, 32, 3215.4, 3348.6),
+     (24576, 2816, 2048, 64, 640.6, 660.2)],
+)  # fmt: skip
+def test_experts_rows_in_bf16_have_tiles_of_64_where_they_were_faster(M, N, K, experts, low, square):
+    for n, k in ((N, K), (K, N // 2)):
+        chosen = default_config(Problem(M, n, k, 2, experts), STORE, NUM_SMS)
+        assert chosen is not None
+        assert (chosen.block_m == 64) == (low < square)
+        plain = default_config(Problem(M, n, k, 2), STORE, NUM_SMS)
+        assert plain is not None and plain.block_m > 64
+
+
+# The first GEMM's, of weights in halves of 2880 features, which tiles of 256 don't divide.
+@pytest.mark.parametrize(("M", "low", "square"), [(4096, 292.2, 325.5), (16384, 844.3, 821.9)])
+def test_features_outside_of_a_half_count(M, low, square):
+    chosen = default_config(Problem(M, 5760, 2880, 2, 32, in_halves=True), STORE, NUM_SMS)
+    assert chosen is not None
+    assert (chosen.block_m == 64) == (low < square)
+
+
 # The last tokens' tile
 
 TWO_HIGH, TALL, SWAPPED, THREE_HIGH = (

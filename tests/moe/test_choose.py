@@ -105,6 +105,5 @@ def test_no_other_file_decides():
     assert found == {}, "conditions are asked in ops/moe/choose.py alone"
     runs = re.compile(r"\b(?:few\.moe|decode\.run|run_in_one_launch)\(")
     running = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if runs.search(path.read_text())}
-    assert running == {"ops/moe/layer.py", "ops/moe/experts.py", "ops/moe/one_launch/host.py"}
-    for name in ("layer.py", "experts.py"):
-        assert "implementation" not in (SOURCE / "ops" / "moe" / name).read_text()
+    assert running == {"ops/moe/experts.py", "ops/moe/one_launch/host.py"}
+    assert "implementation" not in (SOURCE / "ops" / "moe" / "experts.py").read_text()

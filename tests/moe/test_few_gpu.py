@@ -8,7 +8,7 @@ import torch
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.decode.bf16_fp8 import host
-from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.experts import run_layer
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.choices import force

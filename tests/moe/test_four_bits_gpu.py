@@ -14,11 +14,10 @@ from envoi.epilogues.library import store
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
 from envoi.ops.gemm.hopper_w4a16 import few, many
-from envoi.ops.moe import layer as kernels_layer
+from envoi.ops.moe import experts as kernels_layer
 from envoi.ops.moe import moe, pack, unpack
 from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
-from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.experts import run_experts, run_layer
 from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant import dequantize, quantize
 from envoi.quant.fp8_fragments import LEAST_SHIFT, SPREAD, to_fp8_fragments

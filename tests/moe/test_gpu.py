@@ -171,6 +171,7 @@ def launched() -> dict[str, str]:
     rows = torch.randn(576, 2048, device="cuda").bfloat16()
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
         sort_slots(random_ids(2048, 32, 6, device="cuda"), 32)
+        sort_slots(random_ids(8192, 32, 6, device="cuda"), 32)
         row_map = sort_slots(ids, 32)
         for scheme in (None, *SINGLE_ROWS):
             gather_rows(tokens, torch.rand(96, 6, device="cuda"), row_map, SCHEMES[scheme] if scheme else None)

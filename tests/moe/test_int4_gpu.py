@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few
-from envoi.ops.moe import layer as kernels_layer
+from envoi.ops.moe import experts as kernels_layer
 from envoi.ops.moe import moe
 from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
-from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.experts import run_layer
 from envoi.quant import dequantize
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing

@@ -16,6 +16,8 @@ KERNELS = tuple(
     case_of(f"experts-{name}", about, arches, layer, f"{kernel}_kernel", arch=layer.arch)
     for name, about, arches, layer, kernel in (
         ("sort", "rows of the slots, sorted by expert", EVERY_ARCH, _layer("bf16"), "sort"),
+        ("count", "slots of each expert, by chunk", EVERY_ARCH, _layer("bf16", 4 * M), "count"),
+        ("place", "rows of the slots from those counts", EVERY_ARCH, _layer("bf16", 4 * M), "place"),
         ("gather", "tokens to the rows of their slots, in bf16", EVERY_ARCH, _layer("bf16"), "gather"),
         ("gather-fp8-row", "quantised with a scale a row", EVERY_ARCH, _layer("fp8_row"), "gather"),
         ("gather-fp8-block128", "quantised with a scale per 1x128", EVERY_ARCH, _layer("fp8_block128"), "gather"),

@@ -58,6 +58,7 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
         "indexer-select-16384 sm_90": Known(120, 105, HELD),
+        "indexer-scores-sm90-4-rows-listed sm_90": Known(2, 2, ONCE_A_TILE),
     },
     "3.8.0": {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),

@@ -28,11 +28,11 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
     recorder = timeline.current()
     if recorder is not None:
         arguments = recorder.joined(kernel, grid, arguments)
-    builder = program.current()
-    if builder is None:
+    planned = program.current()
+    if planned is None:
         run(kernel, grid, arguments, options)
     else:
-        builder.launches.append(program.Launch(kernel, grid, arguments, options))
+        planned.launches.append(program.Launch(kernel, grid, arguments, options))
 
 
 def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], second: tuple) -> None:

@@ -37,9 +37,9 @@ class Site(NamedTuple):
 
 def launches_of(call: Call, num_tokens: int, target: Target) -> list[Launch]:
     """Return what a call launches on a GPU, in order."""
-    with building(target) as builder:
+    with building(target) as planned:
         call(num_tokens)
-    return builder.launches
+    return planned.launches
 
 
 def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[str, Site]:

@@ -70,15 +70,15 @@ class RefusedError(Exception):
 
 
 class _Local(threading.local):
-    builder: "Builder | None" = None
+    program: "Program | None" = None
 
 
 _local = _Local()
 
 
-def current() -> "Builder | None":
-    """Return the builder of the program that this thread plans, or None."""
-    return _local.builder
+def current() -> "Program | None":
+    """Return the program that this thread plans, or None."""
+    return _local.program
 
 
 def take_step(step: Callable[[], object]) -> None:
@@ -86,31 +86,52 @@ def take_step(step: Callable[[], object]) -> None:
 
     step: works on memory that belongs to the call's object, and returns nothing. Planned calls only note it.
     """
-    if _local.builder is None:
+    if _local.program is None:
         step()
     else:
-        _local.builder.steps.append((len(_local.builder.launches), step))
+        _local.program.steps.append((len(_local.program.launches), step))
 
 
 @dataclass
-class Builder:
-    """Program under construction. steps: how many launches come before each, and the step.
+class Program:
+    """Planned call, or one that is being planned. steps: how many launches come before each, and the step.
 
-    kept: what finds the memory of each request for memory that the process keeps; stand_ins: for it.
-    device: on which the call will run, None if it needn't be here.
+    kept: what finds the memory of each request for memory that the process keeps; stand_ins: for it, and then for all
+    that the call allocates, kept alive since a storage is known by its address. device: on which the call will run,
+    None if it needn't be here.
+    inputs, owned: what stood for the call's tensors and for those of its object; owned_memory: these themselves.
+    outputs: tensors of the result, on "meta"; build: makes a result from such a list. places: of each storage.
+    scratch_bytes: of the memory that SCRATCH is a part of. refusal: why it can't be replayed, "" if it can.
     """
 
+    device: torch.device | None = None
     launches: list[Launch] = field(default_factory=list)
     steps: list[tuple[int, Callable[[], object]]] = field(default_factory=list)
     kept: list[Find] = field(default_factory=list)
     stand_ins: list[torch.Tensor] = field(default_factory=list)
-    device: torch.device | None = None
+    inputs: list[torch.Tensor | None] = field(default_factory=list)
+    owned: list[torch.Tensor] = field(default_factory=list)
+    owned_memory: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    build: Callable[[Sequence[torch.Tensor]], Any] = list
+    places: dict[int, Place] = field(default_factory=dict)
+    scratch_bytes: int = 0
+    refusal: str = ""
 
     def take_kept(self, find: Find, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Return a tensor [count] on "meta" for memory that the process keeps. find: returns it when the call runs."""
         self.kept.append(find)
         self.stand_ins.append(without_memory((count,), dtype))
         return self.stand_ins[-1]
+
+    def place(self, x: torch.Tensor) -> Place:
+        """Return what a tensor in a launch's arguments stands for. RefusedError if it is none of the call's."""
+        if not x.numel():
+            return NOWHERE
+        found = self.places.get(_storage(x))
+        if found is None:
+            raise RefusedError("memory that is neither an argument nor the call's own")
+        return found._replace(offset=found.offset + x.storage_offset() * x.itemsize)
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -124,11 +145,11 @@ def unwatched() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def building(target: Target, device: torch.device | None = None) -> Iterator[Builder]:
+def building(target: Target, device: torch.device | None = None) -> Iterator[Program]:
     """Plan this thread's launches for a GPU inside the context, instead of making them."""
-    builder = Builder(device=device)
-    with standing_for(target), scoped(_local, builder=builder):
-        yield builder
+    program = Program(device)
+    with standing_for(target), scoped(_local, program=program):
+        yield program
 
 
 class _Watch(TorchDispatchMode):
@@ -156,38 +177,6 @@ class _Watch(TorchDispatchMode):
         return found
 
 
-@dataclass
-class Program:
-    """Planned call. outputs: tensors of the result, on "meta"; build: makes a result from such a list.
-
-    inputs, owned: what stood for the call's tensors and for those of its object, and these themselves. places: of each
-    storage. scratch_bytes: of the memory that SCRATCH is a part of. stand_ins: for all other memory.
-    refusal: why it can't be replayed, "" if it can.
-    """
-
-    launches: list[Launch]
-    steps: list[tuple[int, Callable[[], object]]]
-    kept: list[Find]
-    inputs: list[torch.Tensor | None]
-    owned: list[torch.Tensor]
-    owned_memory: list[torch.Tensor]
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    build: Callable[[Sequence[torch.Tensor]], Any] = list
-    places: dict[int, Place] = field(default_factory=dict)
-    scratch_bytes: int = 0
-    stand_ins: list[torch.Tensor] = field(default_factory=list)  # kept alive: a storage is known by its address
-    refusal: str = ""
-
-    def place(self, x: torch.Tensor) -> Place:
-        """Return what a tensor in a launch's arguments stands for. RefusedError if it is none of the call's."""
-        if not x.numel():
-            return NOWHERE
-        found = self.places.get(_storage(x))
-        if found is None:
-            raise RefusedError("memory that is neither an argument nor the call's own")
-        return found._replace(offset=found.offset + x.storage_offset() * x.itemsize)
-
-
 def plan(
     function: Callable, arguments: tuple, named: dict[str, Any], tensors: Sequence[torch.Tensor | None],
     target: Target, owner: Any = None,
@@ -209,19 +198,19 @@ def plan(
     arguments, named = substituted((arguments, named), twins)
     watch = _Watch()
     device = next((x.device for x in given), None)
-    with building(target, device) as builder, watch:
+    with building(target, device) as found, watch:
         result = function(*arguments, **named)
-    inputs = [None if x is None else twins[id(x)] for x in tensors]
-    found = Program(builder.launches, builder.steps, builder.kept, inputs, [twins[id(x)] for x in owned], owned)
-    found.stand_ins = [*watch.allocated, *builder.stand_ins]
+    found.inputs = [None if x is None else twins[id(x)] for x in tensors]
+    found.owned, found.owned_memory = [twins[id(x)] for x in owned], owned
     found.build = take_apart(result, found.outputs)
-    found.refusal = watch.refusal or _find_places(found, builder.stand_ins, watch.allocated)
+    found.refusal = watch.refusal or _find_places(found, watch.allocated)
+    found.stand_ins += watch.allocated
     return found
 
 
-def _find_places(program: Program, kept: list[torch.Tensor], allocated: list[torch.Tensor]) -> str:
+def _find_places(program: Program, allocated: list[torch.Tensor]) -> str:
     """Fill in what each storage stands for; return why the program can't be replayed, or ""."""
-    for role, stand_ins in ((INPUT, program.inputs), (KEPT, kept), (FIXED, program.owned)):
+    for role, stand_ins in ((INPUT, program.inputs), (KEPT, program.stand_ins), (FIXED, program.owned)):
         for number, x in enumerate(stand_ins):
             if x is not None:
                 program.places[_storage(x)] = Place(role, number, -x.storage_offset() * x.itemsize)

@@ -109,16 +109,16 @@ def blanks(count: int, device: torch.device) -> torch.Tensor:
 
 def _kept(pool: Kept, count: int, device: torch.device) -> torch.Tensor:
     """Return memory of a pool; in a planned call what stands for that of the stream on which it will run."""
-    builder = program.current()
-    if builder is not None:
-        return builder.take_kept(partial(_kept, pool, count), count)
+    planned = program.current()
+    if planned is not None:
+        return planned.take_kept(partial(_kept, pool, count), count)
     return pool.take(count, device) if device.type == "cuda" else pool.new(count, device)
 
 
 def constant(find: program.Find, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return find(device), a tensor [count] that is kept for a device; in a planned call what stands for it."""
-    builder = program.current()
-    return find(device) if builder is None else builder.take_kept(find, count, dtype)
+    planned = program.current()
+    return find(device) if planned is None else planned.take_kept(find, count, dtype)
 
 
 class Scratch:

@@ -4,42 +4,21 @@ import argparse
 from functools import partial
 from math import exp, log
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from envoi.check import expect_choice
+from envoi.ops.gemm.hopper import host, tune
+from envoi.ops.gemm.hopper.config import Config
+from envoi.runtime import devices
+from envoi.runtime.planned_kernels import compile_by_workers
 from envoi.table import align, number
+from envoi.tune import problems
+from envoi.tune.problems import EPILOGUES, GemmShape, GroupedShape, Planned, Shape, drawn_rows
+from envoi.tune.timing import Clock, Run
 
-if TYPE_CHECKING:
-    from envoi.ops.gemm.hopper.config import Config
-    from envoi.tune.problems import Planned, Shape
-
-DESCRIPTION = """Measure the configs of a Hopper GEMM in rounds, with a cold L2 cache, and keep the fastest. A later
-`envoi.gemm` on this machine uses it."""
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # whose GEMMs have configs
-FORMAT, EPILOGUE = "bf16", "store"  # of --shape, if none is given
-CANDIDATES = 24
-REPEAT = 20
 MAX_DIFFERENCE = 0.05  # from the default's result; FP8 outputs may round the other way
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `envoi tune`."""
-    add = parser.add_argument
-    add("--shape", metavar="MxNxK", required=True, help="sizes; with --groups M is the rows of all experts")
-    add("--format", metavar="F", default=FORMAT, help=f"{', '.join(FORMATS)}; default: %(default)s")
-    add("--epilogue", metavar="NAME", default=EPILOGUE, help="a name of envoi.tune.problems; default: %(default)s")
-    add("--groups", metavar="E", type=int, help="experts; default: a plain GEMM")
-    add("--drawn", action="store_true", help="with --groups: as many rows an expert as routing at random leaves it")
-    add_options(parser)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how shapes are measured, whichever they are."""
-    add = parser.add_argument
-    add("--candidates", metavar="N", type=int, default=CANDIDATES, help="configs that are measured, the most promising")
-    add("--repeat", metavar="N", type=int, default=REPEAT, help="rounds behind each median; default: %(default)s")
-    add("--jobs", metavar="N", type=int, help="processes that compile; default: by the CPUs")
-    add("--out", metavar="FILE", help="keep the winners here; default: gemm.json in the cache directory")
-    add("--list", action="store_true", help="print the shapes with their default configs and stop; needs no GPU")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,24 +28,21 @@ def run(args: argparse.Namespace) -> int:
     return tune_shapes([_shape(args)], args)
 
 
-def tune_shapes(shapes: "list[Shape]", args: argparse.Namespace) -> int:
-    """Measure shapes, or list them; return the exit status. args: as `add_options` adds them."""
+def tune_shapes(shapes: list[Shape], args: argparse.Namespace) -> int:
+    """Measure shapes, or list them; return the exit status. args: those of `envoi.cli.add_tune_options`."""
     for name, value in (("--candidates", args.candidates), ("--repeat", args.repeat)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     if args.out is not None and Path(args.out).is_dir():
         raise ValueError(f"--out: expected a file, got the folder {args.out}")
     if args.list:
-        return _print_list(shapes)
+        return _print_list(shapes, args.candidates)
     _expect_hopper()
     _keep({}, args.out)  # what can't be written is refused now, not after minutes
     return _measure(args, shapes)
 
 
-def _shape(args: argparse.Namespace) -> "Shape":
-    from envoi.check import expect_choice
-    from envoi.tune.problems import EPILOGUES, GemmShape, GroupedShape, drawn_rows
-
+def _shape(args: argparse.Namespace) -> Shape:
     parts = args.shape.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"--shape: expected MxNxK like 4096x4096x7168, got {args.shape!r}")
@@ -83,16 +59,13 @@ def _shape(args: argparse.Namespace) -> "Shape":
     return GroupedShape(rows, n, k, args.format, args.epilogue)
 
 
-def _print_list(shapes: "list[Shape]") -> int:
-    from envoi.runtime.devices import SMS_WITHOUT_GPU as NUM_SMS
-    from envoi.tune import problems
-
-    rows = []
+def _print_list(shapes: list[Shape], at_most: int) -> int:
+    rows, num_sms = [], devices.SMS_WITHOUT_GPU
     for shape in shapes:
         try:
-            planned = problems.planned(shape, NUM_SMS)
-            count = len(planned.promising(NUM_SMS, CANDIDATES))
-            rows.append((problems.label(shape), planned.chosen(NUM_SMS).label(), str(count), planned.key(NUM_SMS)))
+            planned = problems.planned(shape, num_sms)
+            count = len(planned.promising(num_sms, at_most))
+            rows.append((problems.label(shape), planned.chosen(num_sms).label(), str(count), planned.key(num_sms)))
         except ValueError as error:
             rows.append((problems.label(shape), f"none: {str(error).rpartition(': ')[2]}", "0", "-"))
     print(align(("shape", "config", "candidates", "kept under"), rows, left=(0, 1, 3)))
@@ -100,21 +73,11 @@ def _print_list(shapes: "list[Shape]") -> int:
 
 
 def _expect_hopper() -> None:
-    import torch
-
-    from envoi.runtime import devices
-
     if not torch.cuda.is_available() or devices.implementation(torch.device("cuda")) != "hopper":
         raise ValueError("tune: expected a Hopper GPU (sm_90), this machine has none that torch can use; see --list")
 
 
-def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
-    import torch
-
-    from envoi.runtime import devices
-    from envoi.runtime.planned_kernels import compile_by_workers
-    from envoi.tune import problems
-
+def _measure(args: argparse.Namespace, shapes: list[Shape]) -> int:
     target = devices.Target.of(torch.device("cuda", 0))
     num_sms, todo, calls = target.num_sms, [], []
     for shape in shapes:
@@ -139,10 +102,8 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     return 0
 
 
-def _keep(entries: "dict[str, Config]", out: str | None) -> None:
+def _keep(entries: dict[str, Config], out: str | None) -> None:
     """Keep winners in a file, None = that of the cache directory. Raises ValueError if it can't be written."""
-    from envoi.ops.gemm.hopper import tune
-
     try:
         tune.keep(entries, Path(out) if out else None)
     except OSError as error:
@@ -150,15 +111,9 @@ def _keep(entries: "dict[str, Config]", out: str | None) -> None:
 
 
 def measure_shape(
-    shape: "Shape", found: "list[Config]", num_sms: int, repeat: int
-) -> "tuple[Planned, dict[Config, float], dict[Config, str]]":
+    shape: Shape, found: list[Config], num_sms: int, repeat: int
+) -> tuple[Planned, dict[Config, float], dict[Config, str]]:
     """Return the medians in us of the configs that run and are right, and the errors of the others."""
-    import torch
-
-    from envoi.ops.gemm.hopper import host
-    from envoi.tune import problems
-    from envoi.tune.timing import Clock, Run
-
     device = torch.device("cuda")
     planned = problems.planned(shape, num_sms, problems.make(shape, device))
     runs: dict[Config, Run] = {}
@@ -180,12 +135,8 @@ def measure_shape(
     return planned, {config: timing.p50_us for config, timing in timings.items()}, wrong
 
 
-def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
+def _outputs(planned: Planned, config: Config, num_sms: int) -> list:
     """Return copies of a config's outputs, which were NaN before."""
-    import torch
-
-    from envoi.ops.gemm.hopper import host
-
     for output in planned.call.outputs:
         output.view(torch.uint8).fill_(255)
     host.launch_gemm(planned.call, config, num_sms)
@@ -194,23 +145,21 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
 
 
 def _difference(got: list, want: list) -> float:
-    from envoi.tune.problems import relative_error
-
-    return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
+    return max(problems.relative_error(a, b) for a, b in zip(got, want, strict=True))
 
 
-def winner(results: "list[dict[Config, float]]") -> "Config":
+def winner(results: list[dict[Config, float]]) -> Config:
     """Return the best config over all shapes and epilogues of an entry: least geometric mean of time / best time."""
     shared = set.intersection(*(set(times) for times in results)) or set(results[-1])
     results = [times for times in results if shared <= set(times)]
 
-    def slowdown(config: "Config") -> float:
+    def slowdown(config: Config) -> float:
         return exp(sum(log(times[config] / min(times.values())) for times in results) / len(results))
 
     return min(sorted(shared, key=str), key=slowdown)
 
 
-def _table(label: str, default: "Config", times: "dict[Config, float]", wrong: "dict[Config, str]") -> str:
+def _table(label: str, default: Config, times: dict[Config, float], wrong: dict[Config, str]) -> str:
     def over_default(us: float) -> str:
         return f"{number(times[default] / us)}x" if default in times else "-"
 

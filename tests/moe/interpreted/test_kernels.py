@@ -36,6 +36,24 @@ def test_one_expert_of_many_takes_all():
         judge_sorted(ids, 9)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (37, 3, 3), (150, 16, 4), (40, 130, 8)])
+def test_many_slots_are_counted_before_they_are_placed(tokens, experts, k, monkeypatch):
+    monkeypatch.setattr(permute_kernels, "COUNT_SLOTS", 0)
+    monkeypatch.setattr(permute_kernels, "CHUNK_SLOTS", 32)
+    monkeypatch.setattr(permute_kernels, "COUNTS_AT_ONCE", 512)
+    judge_sorted(random_ids(tokens, experts, k, tokens), experts)
+    judge_sorted(random_ids(tokens, experts, k, tokens).long() + 2**33 * (tokens % 2), experts)
+    judge_sorted(torch.full((tokens, k), experts - 1, dtype=torch.int32), experts)
+    judge_sorted(torch.full((tokens, k), -1, dtype=torch.int32), experts)
+
+
+@pytest.mark.parametrize("most", [1, 1 << 20])
+def test_a_chunk_that_one_expert_has_alone_is_counted(most, monkeypatch):
+    monkeypatch.setattr(permute_kernels, "COUNT_SLOTS", 0)
+    monkeypatch.setattr(permute_kernels, "MANY_SLOTS", most)
+    judge_sorted(torch.full((2100, 4), 2, dtype=torch.int32), 4)
+
+
 def test_ids_and_weights_are_read_as_they_are():
     ids = random_ids(9, 5, 3, 0)
     wide = torch.where(ids < 0, 2**32 + 1, ids.long())  # no expert, though its lower half is one
@@ -73,6 +91,15 @@ def test_rows_are_quantised_as_far_as_experts_have_them(scheme):
 @pytest.mark.parametrize(("width", "k"), [(8, 1), (200, 3), (1032, 8), (24, 32)])
 def test_combine_against_a_loop(width, k):
     judge_combined(5, width, k)
+
+
+def test_combine_keeps_no_rows_in_the_cache_where_they_are_many(monkeypatch):
+    launched = permute_kernels.combine_arguments(torch.zeros(6, 8), torch.zeros(2, 3), torch.zeros(2, 8))
+    assert launched.arguments[-1] == "evict_first"
+    monkeypatch.setattr(permute_kernels, "KEPT_BYTES", 6 * 8 * 2 - 1)
+    launched = permute_kernels.combine_arguments(torch.zeros(6, 8).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 8))
+    assert launched.arguments[-1] == ""
+    judge_combined(2, 8, 3)
 
 
 @pytest.mark.parametrize("used", [0, 1, 6])

@@ -5,10 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.ops.moe import layer as kernels_layer
-from envoi.ops.moe import moe, reference
-from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe import api, moe, reference
+from envoi.ops.moe.experts import run_experts, run_layer
 from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.permute import empty_rows
@@ -33,8 +31,8 @@ SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
 def calls(monkeypatch):
     """Count the calls of the kernels' path: a test that doesn't take it proves nothing."""
     made = []
-    original = kernels_layer.run_layer
-    monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: made.append(1) or original(*given))
+    original = api.run_layer
+    monkeypatch.setattr(api, "run_layer", lambda *given: made.append(1) or original(*given))
     return made
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from envoi.check import expect_bool
-from envoi.ops.moe import choose, layer, reference
+from envoi.ops.moe import choose, reference
+from envoi.ops.moe.experts import run_layer
 from envoi.ops.moe.op import (
     as_rows,
     check_ids,
@@ -94,5 +95,5 @@ def _moe(
     if topk_ids.device.type == "cpu" or not has_kernels:
         check_ids(topk_ids, experts.num_local_experts)
     if has_kernels:
-        return layer.run_layer(tokens, topk_weights, topk_ids, experts, batch_invariant)
+        return run_layer(tokens, topk_weights, topk_ids, experts, batch_invariant)
     return reference.moe(tokens, *widened(topk_weights, topk_ids), experts)

@@ -3,6 +3,8 @@
 """Triton kernels around the experts' GEMMs: move, quantise and sum rows. No size is copied to the host.
 
     sort_kernel       topk_ids -> offsets, slot_to_pos              programs for each expert and chunk of the slots
+    count_kernel      topk_ids -> experts' slots in each chunk      a program for each chunk of the slots
+    place_kernel      those -> what sort_kernel stores              programs for each few experts and chunk of the slots
     gather_kernel     tokens -> rows by expert, quantised           a program for each token and part of its columns
     quantize_kernel   bf16 rows -> quantised                        programs for each part of its columns
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
@@ -21,6 +23,7 @@ from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+PLACED: tl.constexpr = tl.constexpr(4)  # experts that a program of `place_kernel` places, see there
 
 
 @triton.jit
@@ -47,6 +50,55 @@ def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: t
         upto = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(slot_to_pos + slots, tl.where(own < num_experts, pos + upto - 1, -1), mask=mine & (slots < num_slots))
         pos += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def count_kernel(topk_ids, counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Store how many slots of chunk c, BLOCK of them, each expert has, counts [chunks, EXPERTS]: program c.
+
+    EXPERTS: num_experts or more; the columns from num_experts on are 0.
+    """
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    e = experts_at(topk_ids, chunk * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts)
+    is_masked = e == num_experts  # counted for expert 0, and then taken off
+    found = tl.histogram(tl.where(is_masked, 0, e), EXPERTS)
+    found -= tl.where(experts == 0, tl.sum(is_masked.to(tl.int32), 0), 0)
+    tl.store(counts + chunk * EXPERTS + experts, found)
+
+
+@triton.jit
+def place_kernel(
+    topk_ids, counts, offsets, slot_to_pos, num_slots, num_experts, num_chunks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Store offsets, and the rows of the slots in chunk c of PLACED experts from p * PLACED on: program (p, c).
+
+    Expert num_experts stands for masked slots, whose row is -1. CHUNKS: counts of so many chunks are loaded at once.
+    """
+    first, chunk = tl.program_id(0) * PLACED, tl.program_id(1)
+    experts = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)  # in chunks before this one
+    for next_chunk in range(0, num_chunks, CHUNKS):
+        c = next_chunk + tl.arange(0, CHUNKS)[:, None]
+        found = tl.load(counts + c * EXPERTS + experts[None, :], mask=c < num_chunks, other=0)
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where(c < chunk, found, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    if (first == 0) & (chunk == 0):
+        tl.store(offsets + experts, begin, mask=experts < num_experts)
+        tl.store(offsets + num_experts, tl.sum(total, 0))
+    slots = chunk * BLOCK + tl.arange(0, BLOCK)
+    e = experts_at(topk_ids, slots, num_slots, num_experts)
+    # One scan ranks the slots of all PLACED experts: 16 bits of a number for each.
+    mine = (e >= first) & (e < first + PLACED)
+    shift = tl.where(mine, 16 * (e - first), 0).to(tl.int64)
+    upto = (tl.cumsum(tl.where(mine, tl.cast(1, tl.int64) << shift, 0), 0) >> shift).to(tl.int32) & 0xFFFF
+    pos = upto - 1
+    for i in tl.static_range(PLACED):
+        pos += tl.where(e == first + i, tl.sum(tl.where(experts == first + i, begin + before, 0), 0), 0)
+    tl.store(slot_to_pos + slots, tl.where(e < num_experts, pos, -1), mask=mine & (slots < num_slots))
 
 
 @triton.jit
@@ -123,14 +175,13 @@ def quantize_kernel(
 
 
 @triton.jit
-def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum a token's rows in slot order, in float32, rounded once."""
+def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
         pos = tl.load(slot_to_pos + m * K + s)
-        total += widen(
-            tl.load(rows + pos.to(tl.int64) * width + columns, mask=(columns < width) & (pos >= 0), other=0.0)
-        )
+        at, mask = rows + pos.to(tl.int64) * width + columns, (columns < width) & (pos >= 0)
+        total += widen(tl.load(at, mask=mask, other=0.0, eviction_policy=EVICTION))
     tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)

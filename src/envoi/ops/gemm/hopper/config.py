@@ -188,7 +188,8 @@ class Problem:
 
     num_groups: experts of a grouped GEMM, 0 for a plain one. scaled: scale factors change along K (fp8_block128).
     tma_operand_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
-    whole_k: the sum over K mustn't be split.
+    whole_k: the sum over K mustn't be split. in_halves: the experts' features are two halves, gate's and up's, and a
+        box of weights has rows of both.
     """
 
     M: int
@@ -199,6 +200,7 @@ class Problem:
     scaled: bool = False
     tma_operand_bytes: float = 0.0
     whole_k: bool = False
+    in_halves: bool = False
 
 
 def are_few(tokens: int, columns: int) -> bool:

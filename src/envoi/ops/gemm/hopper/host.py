@@ -229,7 +229,7 @@ def problem_of(call: Call) -> Problem:
     """Return the sizes that the choice of a config depends on."""
     K, N = call.a.shape[1], call.b.shape[-2]
     kind = call.num_groups, call.scales is not None, call.tma_operand_bytes, call.grouping.batch_invariant
-    return Problem(call.num_tokens, N, K, call.a.itemsize, *kind)
+    return Problem(call.num_tokens, N, K, call.a.itemsize, *kind, call.code.takes_halves and call.num_groups > 0)
 
 
 # From a call to a launch

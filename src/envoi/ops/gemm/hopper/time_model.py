@@ -29,7 +29,9 @@ class Costs:
     factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
     `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its columns,
     each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every consumer
-    has for each of its accumulator's values of a thread; those kept are still in the instruction cache.
+    has for each of its accumulator's values of a thread; those kept are still in the instruction cache. own_row,
+    shared_bytes: loads of a token's row count as so many where an expert has many, and how much one multiprocessor
+    loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them.
     """
 
     launch: float = H200.launch_cycles
@@ -57,6 +59,8 @@ class Costs:
     scaled_column: float = 1.5
     kept_values: float = 176
     value_code: float = 100
+    own_row: float = 2.25
+    shared_bytes: float = 100
 
 
 COSTS = Costs()
@@ -121,6 +125,8 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     columns = config.block_y if config.narrowed else config.main_y
     tensor = config.block_x / 64 * row_bytes / 32 * (max(columns / 2, 16) + second)
     loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
+    if _shares_weights(problem) and not config.swap_ab:
+        loads = (costs.own_row * config.block_x + config.block_y) * row_bytes / costs.shared_bytes
     late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
     issue = costs.box * config.boxes_per_stage if config.narrowed else 0.0
     outside = 0.0
@@ -137,8 +143,22 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     if problem.scaled:
         token_columns = config.block_y if config.swap_ab else 0
         added = (costs.scaled_block + costs.scaled_column * token_columns) * config.block_k / 128
+    if lines := _lines_outside_halves(problem, config, row_bytes):
+        outside = lines * num_sms / costs.outside_lines  # one multiprocessor fills a share of what all fill
     whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    if lines:
+        whole += (low - whole) / cdiv(problem.N, config.block_n)
     return factor * (whole + added), factor * (low + added)
+
+
+def _lines_outside_halves(problem: Problem, config: Config, row_bytes: int) -> float:
+    """Return the lines of an expert's last box of weights that are outside of their half.
+
+    Rows after a matrix that a box has as one are the next expert's. Of few tokens it wasn't measured.
+    """
+    if not problem.in_halves or not _shares_weights(problem):
+        return 0.0
+    return 2 * (-(problem.N // 2) % (config.block_n // 2)) * row_bytes / 128
 
 
 def _busy_groups(problem: Problem) -> float:
@@ -154,9 +174,17 @@ def _token_tiles(problem: Problem, config: Config) -> float:
     return tiles if problem.scaled else tiles * _busy_groups(problem) / groups
 
 
+def _shares_weights(problem: Problem) -> bool:
+    """Return True if experts have so many tokens that multiprocessors next to each other load the same weights.
+
+    In 16 bits alone: in FP8 it made no difference (measured), and with scales along K constants are fitted without it.
+    """
+    return problem.element_bytes == 2 and problem.M > FEW_TOKENS * problem.num_groups > 0
+
+
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
-    """Return the tiles along an expert's tokens; with scales along K the mean over routing at random."""
-    if not problem.num_groups or not problem.scaled:
+    """Return the tiles along an expert's tokens: where it makes a difference the mean over routing at random."""
+    if not problem.num_groups or not (problem.scaled or _shares_weights(problem)):
         return cdiv(tokens, config.block_m)
     return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)
 
