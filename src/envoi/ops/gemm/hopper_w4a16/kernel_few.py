@@ -4,11 +4,12 @@
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
 exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
-whose numbers E4M3 holds too, in seven. So 32 of K are two wgmma m64nTk32 into a fresh
-accumulator, and a multiply-add for each of its elements: what the factor costs. A zero point costs one more.
+whose numbers E4M3 holds too, in seven, or in eight with zero points (`start_zeros`). So 32 of K are two wgmma m64nTk32
+into a fresh accumulator, and a multiply-add for each of its elements: what the factor costs.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
-memory. There are no roles and no barriers in the loop: 4 CTAs of 4 warps an SM (or 2 of 8) hide each other's waits.
+memory. There are no roles and no barriers in the loop: 16 warps an SM hide each other's waits, in 4 CTAs, or in 2 or 1
+where tokens are wide.
 
 Work is shared out evenly in groups of `unroll` steps of 64 of K, numbered (expert, tile of tokens, tile of rows, K).
 Worker i has one contiguous range. Timeline of one whose range begins inside tile 4 and ends inside tile 6:

@@ -76,9 +76,9 @@ def permute_kernel(
 
     topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
     in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
-    have yet to be multiplied by. row_sums: None, or float32 [num_tokens * K, width / 32], sums of a group
-    for weights with zero points (`finish_step_with_zeros`), times 1 / (8 factor): 32 / factor as high and low, 2^-8 as
-    INT4 weights in E4M3. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+    have yet to be multiplied by. row_sums: None, or float32 [num_tokens * K, width / 32], sums of a group for weights
+    with zero points (`start_zeros` of `kernel_few`), times 1 / (8 factor): 32 / factor as high and low, 2^-8 as INT4
+    weights in E4M3. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
 
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
