@@ -30,7 +30,7 @@ from envoi.estimates.exchange import gathering_pays, link_of
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.ops.moe.parallel import ExpertParallel
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
 from envoi.tune.problems import generator, relative_error

@@ -187,9 +187,7 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     _layer_arguments(parser)
     add = parser.add_argument
     add("--format", metavar="NAME", default="fp8_block128", help=f"of {FORMATS}; default: %(default)s")
-    add("--skew", metavar="X", type=float, default=1.0, help="expert 0 has X times its share; default: %(default)s")
     add("--out", metavar="FILE", default="trace.json.gz", help="for ui.perfetto.dev; default: %(default)s")
-    add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
 
 
 def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,8 @@ import torch
 from envoi import cli
 from envoi.estimates import MoeLayer, estimate
 from envoi.estimates.steps import Network, bytes_between_hosts
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.rail import HostsLayout
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 
 ARGUMENTS = "--hidden 4096 --inter 2048 --experts 256 --topk 6 --tokens 512 --gpus 4 --format fp8_block128"
 STEPS = ["router", "rail out", "dispatch", "L1", "L2", "combine", "rail back"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import envoi
 from envoi.ops.moe.choose import has_kernels
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.types import Routing
 from tests.fuzz.approx import wrong
 from tests.fuzz.draw import Case, Draw

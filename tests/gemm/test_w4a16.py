@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few, fragments
-from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, few_configs
+from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, Int4Form, few_configs
+from envoi.ops.moe import pack
 from envoi.ops.moe.choose import decode_mx_pays, why_not_decode_mx
+from envoi.ops.moe.warm_up import LayerCall
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE
-from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
+from envoi.runtime.planned_kernels import launches_of
 from envoi.types import ExpertWeights, QuantTensor
 from tests.gemm.test_mx_widening import bf16, run
 
@@ -87,6 +90,7 @@ def test_every_pair_of_weights_under_every_nvfp4_factor_becomes_bf16():
             assert torch.equal(got, x * values[bytes_[4 * block + 2 * k16 + half]])
 
 
+HOPPER = Target("sm_90", 132)
 SIZES = [(2880, 2880), (2048, 768), (4096, 1536), (7168, 2048), (64, 64), (2048, 1408), (12288, 4096)]
 
 
@@ -102,6 +106,33 @@ def test_configs_fit(hidden, intermediate, slots):
     assert (l1.shared_bytes, l1.tile_tokens, l1.num_warps) == (l2.shared_bytes, l2.tile_tokens, l2.num_warps)
     assert l1.num_steps * 64 == hidden
     assert l2.num_steps * 64 == intermediate
+
+
+ZEROS = Int4Form(1, True, True), Int4Form(2, False, True)
+
+
+@pytest.mark.parametrize("form", [None, Int4Form(2, False, False), *ZEROS])
+@pytest.mark.parametrize(("hidden", "intermediate"), [*SIZES, (5120, 1536), (6144, 2560), (8192, 28672 // 8)])
+@pytest.mark.parametrize("slots", [1, 64, 640])
+def test_an_sm_is_full_of_warps_however_wide_tokens_are(hidden, intermediate, slots, form):
+    configs = few_configs(hidden, intermediate, 32, slots, "swiglu", None, True, forms=(form, form))
+    for config in configs:
+        assert config.warps_per_sm == 16
+        # Tokens, their factors, at a multiple of their length, and their sums are behind each other.
+        tokens, factors = config.num_slabs * 16, config.num_k_groups // 32
+        assert tokens % max(1, factors) == 0
+        assert (config.sums_per_group > 0) == (form in ZEROS)
+        assert config.sums_per_group >= (form.per_step * config.unroll if form in ZEROS else 0)
+        assert config.sums_at == tokens + factors
+        assert config.room_steps * 32 >= config.sums_at * 32 + config.num_groups * config.sums_per_group
+
+
+def test_tiles_of_16_take_as_wide_tokens_as_fit():
+    def tile(hidden, form=None):
+        return few_configs(hidden, 2048, 32, 640, "swiglu", None, True, forms=(form, form))[0].tile_tokens
+
+    assert [tile(7168), tile(7232)] == [16, 8]
+    assert [tile(6144, ZEROS[0]), tile(7168, ZEROS[0])] == [16, 8]  # sums of tokens take room
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [*SIZES, (7168, 4096), (192, 7168)])
@@ -131,10 +162,10 @@ def layer(experts=8, hidden=256, intermediate=128, put=to_fragments) -> ExpertWe
 
 def test_what_the_kernels_for_few_tokens_take():
     assert why_not_decode_mx(layer(), 4) == ""
-    assert decode_mx_pays(layer(), 8 * 20, 1) and not decode_mx_pays(layer(), 8 * 20 + 1, 1)
+    assert decode_mx_pays(layer(), 8 * 16, 1) and not decode_mx_pays(layer(), 8 * 16 + 1, 1)
     assert why_not_decode_mx(layer(), few.MAX_TOPK + 1) == "too many experts"
     assert why_not_decode_mx(layer(MAX_EXPERTS + 1, hidden=64, intermediate=64), 1) == "too many experts"
-    assert why_not_decode_mx(layer(1, hidden=14336, intermediate=64), 1) == "tokens too wide for shared memory"
+    assert why_not_decode_mx(layer(1, hidden=16384, intermediate=64), 1) == "tokens too wide for shared memory"
     by_rows = replace(layer(), down=replace(layer().down, order="rows"))
     assert why_not_decode_mx(by_rows, 1) == "the weights' order"
 
@@ -147,3 +178,16 @@ def test_what_the_kernels_for_few_fp8_tokens_take():
     # Half the bytes of tokens split into two.
     assert why_not_decode_mx(layer(1, hidden=14336, intermediate=64, put=to_fp8_fragments), 1) == ""
     assert why_not_decode_mx(layer(1, hidden=32768, intermediate=64, put=to_fp8_fragments), 1) != ""
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp4_fp8", "nvfp4", "int4"])
+def test_a_rank_without_experts_runs_the_layer_as_others_do(format):
+    with standing_for(HOPPER):
+        none = torch.zeros(0, 256, 128).bfloat16(), torch.zeros(0, 128, 128).bfloat16()
+        experts = (layer(0, 128, 128) if format == "mxfp4" else pack(*none, format)).to("meta")
+        assert "fragments" in experts.order
+        launched = launches_of(LayerCall(experts, 2), 3, HOPPER)
+    kernels = [kernel.fn.__name__ for kernel, *_ in launched]
+    assert kernels[0] == "sort_kernel"
+    assert kernels[-1] == "combine_kernel"
+    assert "w4a8_kernel" not in kernels

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from envoi.ops.gemm import backend, reference
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import permute
-from envoi.ops.moe.parallel import rail, symmetric_memory
+from envoi.ops.moe.parallel import nvlink, rail
 from envoi.runtime import custom_op, devices, launch, program, workspace
 from envoi.runtime.devices import Target
 from envoi.runtime.program import FIXED, INPUT, KEPT, OUTPUT, SCRATCH, SCRATCH_ALIGNMENT, Place, extent_bytes
@@ -143,7 +143,7 @@ def standing_for_gpu(target: Target) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "_implementation", lambda device: target.implementation)
         patch.setattr(devices, "_num_sms", lambda device: target.num_sms)
-        for module in (backend, devices, symmetric_memory):
+        for module in (backend, devices, nvlink):
             patch.setattr(module, "on_gpu", lambda device: True)
         for module in (devices, permute):
             patch.setattr(module, "casts_e4m3", casts)

@@ -138,6 +138,55 @@ def test_newer_query_rows_see_more(mode):
         assert torch.equal(out, reference.indexer_topk(q, cache, weights, seq_lens, table, 512, mode, 3, True, "score"))
 
 
+def assert_as_single_rows(tensors, k, next_n):
+    """Assert that rows of requests get what each gets as a request of its own, bit for bit, in each order."""
+    q, cache, weights, seq_lens, table = tensors
+    rows = torch.arange(len(q), device="cuda")
+    seen = (seq_lens.repeat_interleave(next_n) - next_n + 1 + rows % next_n).clamp(min=0).int()
+    alone = q, cache, weights, seen, table.repeat_interleave(next_n, 0)
+    for order in ("score", "any", "position"):
+        out, errors = indexer_topk(*tensors, k, "fast", next_n, order=order, return_errors=True)
+        assert torch.equal(out, indexer_topk(*alone, k, "fast", order=order))
+        assert not bool(errors.any())
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(("next_n", "lengths"), [
+    (2, (5000, 1, 0, 2049, 40000)), (3, (5000, 2, 17000)), (4, (5000, 3, 0, 40000)), (3, (9000,)), (599, (9000,)),
+    (600, (600, 5000, 5, 17000)), (601, (601, 5000, 5, 17000)), (4096, (4096,)), (1023, (140000,)),
+])  # fmt: skip
+def test_rows_that_share_tiles_of_keys(next_n, lengths, heads):
+    _, cache, _, seq_lens, table = on_gpu(one(lengths, num_heads=heads).tensors())
+    cache.view(torch.uint8).view(len(cache), -1)[::3, 8195::8] ^= 128  # negative scales in some tiles, of some tokens
+    source = torch.Generator("cuda").manual_seed(next_n)
+    rows = len(lengths) * next_n
+    q = (2 * torch.randn(rows, heads, 128, generator=source, device="cuda")).to(torch.float8_e4m3fn)
+    weights = torch.randn(rows, heads, generator=source, device="cuda")
+    assert_as_single_rows((q, cache, weights, seq_lens, table), 512, next_n)
+
+
+@pytest.mark.parametrize("k", [512, 1024, 2048])
+def test_prefill_is_judged_right(k):
+    tensors = random_tensors(2, 4 * k, 64, 700, torch.Generator("cuda").manual_seed(k))
+    tensors[3].copy_(torch.tensor([4 * k, 700]))
+    tensors[4][:, :] = torch.randperm(len(tensors[1]), device="cuda")[: tensors[4].numel()].view(2, -1)
+    out, errors = indexer_topk(*tensors, k=k, mode="fast", next_n=700, return_errors=True)
+    assert not bool((wrong_rows(out, tensors, 700) | (errors != 0)).any())
+
+
+def test_bad_requests_of_many_rows():
+    q, cache, weights, seq_lens, table = random_tensors(3, 3000, 64, 601, torch.Generator("cuda").manual_seed(1))
+    seq_lens.copy_(torch.tensor([3000, table.shape[1] * 64 + 1, 2000]))
+    table[:, :] = torch.randperm(len(cache), device="cuda")[: table.numel()].view(3, -1)
+    table[2, 30] = len(cache)
+    out, errors = indexer_topk(q, cache, weights, seq_lens, table, 512, "fast", 601, return_errors=True)
+    seen_bad = (torch.arange(601) + 2000 - 600 > 30 * 64).int() * 2
+    assert errors.tolist() == [0] * 601 + [1] * 601 + seen_bad.tolist()
+    assert bool((out[errors != 0] == -1).all())
+    good = indexer_topk(q[:601], cache, weights[:601], seq_lens[:1], table[:1], 512, "fast", 601)
+    assert torch.equal(out[:601], good)
+
+
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_graph_with_other_lengths(mode):
     q, cache, weights, seq_lens, table = on_gpu(one((3000, 5000)).tensors())

@@ -1,15 +1,20 @@
 """Indexer in torch: layout, the definition's bits, the fast mode's guarantees, refusals; and the judge itself."""
 
 import random
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
-from envoi.ops.indexer import indexer_topk
+from envoi.ops.indexer import fast, indexer_topk
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
 from envoi.ops.indexer.reference import best, score_fast
+from envoi.runtime.launch import key_of
 from tests.helpers.accuracy import assert_same_bits
 from tests.indexer.many import random_tensors, wrong_rows
+from tools.kernel_cases.indexer import call_of_fast
+from tools.kernel_cases.planning import launches_of
 from tools.oracles.indexer import TENSOR_CORE_BAND, judge, scores64
 from tools.oracles.indexer_workloads import NUM_PAGES, hostile, one, random_cache, workloads
 
@@ -279,6 +284,36 @@ def test_the_old_name_of_the_order_warns(ordered, order):
     with pytest.warns(DeprecationWarning, match=f'ordered={ordered} is order="{order}" now'):
         found = indexer_topk(*tensors, k=512, output="positions", ordered=ordered)
     assert_same_bits(found, indexer_topk(*tensors, k=512, output="positions", order=order))
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4, 6, 511, 512, 513, 514, 516, 4096, 4097])
+def test_launches_of_many_rows(next_n):
+    """Check that launches take every row once, in order, and no block of rows belongs to two requests."""
+    for requests, width in product((0, 1, 3), (1, 64, 1024, 16384, 1 << 20)):
+        rows = requests * next_n
+        q, cache = torch.empty(rows, 64, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
+        table = torch.empty(requests, width, device="meta")
+        p = fast.Problem(q, cache, q, table, table, 512, next_n)
+        block, most = fast.rows_of_block(p), fast.rows_at_once(p)
+        taken = [(first, first + num) for first, num in fast.launches(p, most)]
+        assert [row for first, end in taken for row in range(first, end)] == list(range(rows))
+        assert all(end - first <= most for first, end in taken)
+        for first, end in taken:
+            assert all(row // next_n == (min(row + block, end) - 1) // next_n for row in range(first, end, block))
+        size = fast.PREFILL_BYTES if rows > fast.MANY_ROWS else fast.WORKSPACE_BYTES
+        words = p.max_length + fast.NUM_GROUPS + fast.num_parts(p) * fast.LIST_WORDS
+        assert most == 1 or 4 * most * words <= size
+        can_share = rows > fast.MANY_ROWS and (next_n % 4 == 0 or next_n > fast.MANY_ROWS)
+        assert block == 4 or not can_share or fast.rows_that_fit(p) < 4
+        assert block == 1 or rows > fast.MANY_ROWS
+
+
+def test_prefill_of_other_lengths_takes_the_same_kernels():
+    def kernels(next_n: int) -> set:
+        call = partial(call_of_fast, "any", 1024, next_n)
+        return {key_of(step.kernel, step.arguments, step.options) for step in launches_of(call, "sm_90")}
+
+    assert kernels(2050) == kernels(3071) == kernels(4097)
 
 
 def test_an_unknown_order_is_refused():

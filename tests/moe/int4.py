@@ -60,3 +60,16 @@ def _pack(layer: Layer, gate_up, down, format: str) -> ExpertWeights:
         gate_up, down, format, activation=layer.activation, swiglu_limit=layer.limit, gate_up_bias=layer.gate_up_bias,
         down_bias=layer.down_bias,
     )  # fmt: skip
+
+
+def random_int4(experts: int, N: int, K: int, form: Form, seed: int = 0) -> QuantTensor:
+    """Weights whose factors are powers of two times 1 to 3, on the GPU, by rows."""
+    source = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=source, device="cuda", dtype=torch.uint8)
+
+    shape = experts, N, K // form.columns
+    sf = draw(1, 4, *shape).to(form.dtype) * 2.0 ** draw(0, 3, *shape).to(form.dtype)
+    zeros = draw(0, 16, *shape) if form.zeros else None
+    return QuantTensor(draw(0, 256, experts, N, K // 2), sf, (1, form.columns), zeros=zeros)

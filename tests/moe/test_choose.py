@@ -44,7 +44,7 @@ BOUNDARIES = [
     ("fp8_block128", 32, DECODE), ("fp8_block128", 32 + 1, ONE_LAUNCH),
     ("fp8_block128", 256 * 32, ONE_LAUNCH), ("fp8_block128", 256 * 32 + 1, hopper("hopper", in_pairs=True)),
     ("fp8_block128", 768 * 32 - 1, hopper("hopper", in_pairs=True)), ("fp8_block128", 768 * 32, ONE_LAUNCH),
-    ("mxfp4", 20 * 32, DECODE_MX), ("mxfp4", 20 * 32 + 1, W4A16),
+    ("mxfp4", 16 * 32, DECODE_MX), ("mxfp4", 16 * 32 + 1, W4A16),
     ("mxfp4_fp8", 6 * 32, DECODE_MX), ("mxfp4_fp8", 6 * 32 + 1, W4A8),
     ("mxfp8", 1, MX), ("mxfp4_mxfp8", 4096, MX), ("nvfp4", 1, W4A16), ("nvfp4", 4096, W4A16),
 ]  # fmt: skip
@@ -57,7 +57,7 @@ def test_both_sides_of_a_boundary(format, slots, want):
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4"])
-@pytest.mark.parametrize("sizes", [(7168, 2048, 32), (2048, 6208, 32)])
+@pytest.mark.parametrize("sizes", [(8192, 2048, 32), (2048, 7232, 32)])
 def test_tokens_too_wide_for_tiles_of_16_are_few_up_to_4_rows_an_expert(format, sizes):
     with standing_for(HOPPER):
         assert choose_layer(experts(format, sizes), 4 * 32, 1) == DECODE_MX
@@ -69,7 +69,7 @@ def test_tokens_too_wide_for_tiles_of_16_are_few_up_to_4_rows_an_expert(format, 
     [
         ("mxfp4", (96, 64, 4), "swiglu", MX),  # no whole fragments
         ("mxfp4", (128, 64, 4), "geglu", W4A16),
-        ("mxfp4", (14336, 64, 4), "swiglu", W4A16),  # tokens too wide for shared memory
+        ("mxfp4", (16384, 64, 4), "swiglu", W4A16),  # tokens too wide for shared memory
         ("mxfp4", (64, 64, 513), "swiglu", W4A16),
         ("bf16", (96, 64, 4), "swiglu", PLAIN),  # a step of K isn't whole
         ("bf16", (128, 64, 513), "swiglu", PLAIN),

@@ -26,6 +26,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
+from tests.moe.int4 import Form, random_int4
 from tests.moe.layers import (
     MOST,
     Layer,
@@ -285,24 +286,6 @@ def test_factors_of_every_kind_under_scales_of_gate_and_of_up(codes, tokens):
     judged(moe(layer.tokens, layer.routing, experts), layer, experts)
 
 
-@pytest.mark.parametrize("codes", [(0, 0x21), (0x40, 0x7F)], ids=["small", "large"])
-@pytest.mark.parametrize("tile", [tile[:2] for tile in TILES["bf16"]])
-@pytest.mark.parametrize("K", [64, 128, 320, 704])
-def test_bits_where_every_sum_is_exact(codes, tile, K):
-    """Tokens are 0, 1 and -1, and products multiples of one power of two, so that no sum needs more than 24 bits."""
-    E, N, rows = 3, 192, 150
-    source = torch.Generator("cuda").manual_seed(K)
-    tokens = torch.randint(-1, 2, (rows, K), generator=source, device="cuda").bfloat16()
-    tokens[:, 128:] = 0 if codes[1] > 0x40 else tokens[:, 128:]
-    weights = random_nvfp4(E, N, K, codes, seed=K)
-    offsets = torch.tensor([0, 1, 1, rows - 2], dtype=torch.int32, device="cuda")
-    wide = dequantize(weights, torch.float64)
-    want = torch.cat([tokens[:1].double() @ wide[0].T, tokens[1 : rows - 2].double() @ wide[2].T])
-    config = fitted(config_of(*tile, K, E, widened="nvfp4"))
-    (got,) = many.run(tokens, to_fragments(weights), offsets, store.ir, torch.float32, {}, EXPERTS_ROWS, config)
-    assert_same_bits(got[: rows - 2], want.float())
-
-
 @pytest.mark.parametrize(("intermediate", "batch_invariant"), [(256, False), (80, True)], ids=["own", "triton"])
 def test_bits_of_nvfp4_do_not_depend_on_the_number_of_tokens(intermediate, batch_invariant):
     layer = on_gpu(make(tokens=2000, hidden=512, intermediate=intermediate, bias=True))
@@ -321,6 +304,39 @@ def test_nvfp4_that_cannot_be_put_into_the_order_stays_right(tokens):
     for one, packed in ((narrow, narrow.pack("nvfp4")), (layer, pack_nvfp4(gate_up, down, scale, scale))):
         assert packed.order == "rows"
         judged(moe(one.tokens, one.routing, packed), one, packed)
+
+
+# Many tokens, NVFP4 and INT4
+
+
+# Kinds of random weights whose products with 0, 1 and -1 are multiples of one power of two, and columns of K after
+# which no sum would be exact. Of NVFP4 ranges of factors' codes.
+EXACT = {
+    "nvfp4-small": ((0, 0x21), 704), "nvfp4-large": ((0x40, 0x7F), 128), "int4-32": (Form(), 704),
+    "int4-32-half-zeros": (Form(32, torch.float16, True), 704), "int4-64-half": (Form(64, torch.float16), 704),
+    "int4-64-half-zeros": (Form(64, torch.float16, True), 704),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("tile", [tile[:2] for tile in TILES["bf16"]])
+@pytest.mark.parametrize("K", [64, 128, 320, 704])
+def test_bits_where_every_sum_is_exact(kind, tile, K):
+    """Tokens are 0, 1 and -1; weights are numbers that bf16 holds, and no sum needs more than 24 bits."""
+    E, N, rows = 3, 192, 150
+    form, most = EXACT[kind]
+    source = torch.Generator("cuda").manual_seed(K)
+    tokens = torch.randint(-1, 2, (rows, K), generator=source, device="cuda").bfloat16()
+    tokens[:, most:] = 0
+    int4 = isinstance(form, Form)
+    weights = random_int4(E, N, K, form, seed=K) if int4 else random_nvfp4(E, N, K, form, seed=K)
+    offsets = torch.tensor([0, 1, 1, rows - 2], dtype=torch.int32, device="cuda")
+    wide = dequantize(weights, torch.float64)
+    want = torch.cat([tokens[:1].double() @ wide[0].T, tokens[1 : rows - 2].double() @ wide[2].T])
+    there = to_fragments(weights)
+    config = fitted(config_of(*tile, K, E, widened="int4" if int4 else "nvfp4", int4=few.form_of(there)))
+    (got,) = many.run(tokens, there, offsets, store.ir, torch.float32, {}, EXPERTS_ROWS, config)
+    assert_same_bits(got[: rows - 2], want.float())
 
 
 # Kernels of the registry

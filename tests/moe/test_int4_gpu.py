@@ -1,15 +1,12 @@
 """INT4 weights and bf16 tokens on a Hopper GPU, beside float64 and the same weights in bf16: forms of every kind,
-both kernels, sizes and routings chosen to break; and bits, where every sum is exact."""
+both kernels, sizes and routings chosen to break. Bits, where every sum is exact, are in `test_four_bits_gpu`."""
 
 from functools import cache
 
 import pytest
 import torch
 
-from envoi.epilogues.library import store
-from envoi.ops.gemm.grouping import EXPERTS_ROWS
-from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
-from envoi.ops.gemm.hopper_w4a16 import few, many
+from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe import experts as kernels_layer
 from envoi.ops.moe import moe
 from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
@@ -20,7 +17,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
-from tests.moe.int4 import FORMS, Form, in_bf16, packed
+from tests.moe.int4 import FORMS, Form, in_bf16, packed, random_int4
 from tests.moe.layers import (
     Layer,
     assert_a_graph_serves,
@@ -81,6 +78,8 @@ def outputs(layer: Layer, kernels: list[str], form: Form) -> torch.Tensor:
         (HALF, 2880, 2880),
         (ZEROS, 2880, 2880),
         (HALF, 7168, 512),
+        (ZEROS, 7168, 512),
+        (ZEROS, 4096, 1536),
         (ZEROS, 128, 192),
     ],
 )
@@ -167,37 +166,6 @@ def test_weights_that_cannot_be_put_into_the_order_stay_right(tokens):
     assert_same_bits(got, moe(layer.tokens, layer.routing, in_bf16(layer, KIMI)))
 
 
-def random_weights(experts: int, N: int, K: int, form: Form, seed: int = 0) -> QuantTensor:
-    """Weights whose factors are powers of two times 1 to 3, on the GPU, by rows."""
-    source = torch.Generator("cuda").manual_seed(seed)
-
-    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=source, device="cuda", dtype=torch.uint8)
-
-    shape = experts, N, K // form.columns
-    sf = draw(1, 4, *shape).to(form.dtype) * 2.0 ** draw(0, 3, *shape).to(form.dtype)
-    zeros = draw(0, 16, *shape) if form.zeros else None
-    return QuantTensor(draw(0, 256, experts, N, K // 2), sf, (1, form.columns), zeros=zeros)
-
-
-@pytest.mark.parametrize("form", [KIMI, Form(32, torch.float16, True), HALF, ZEROS])
-@pytest.mark.parametrize("tile", [tile[:2] for tile in TILES["bf16"]])
-@pytest.mark.parametrize("K", [64, 128, 320, 704])
-def test_bits_where_every_sum_is_exact(tile, K, form):
-    """Tokens are 0, 1 and -1, and weights integers below 2^8: bf16 holds them, and float32 the sums."""
-    E, N, rows = 3, 192, 150
-    source = torch.Generator("cuda").manual_seed(K)
-    tokens = torch.randint(-1, 2, (rows, K), generator=source, device="cuda").bfloat16()
-    weights = random_weights(E, N, K, form, seed=K)
-    offsets = torch.tensor([0, 1, 1, rows - 2], dtype=torch.int32, device="cuda")
-    wide = dequantize(weights, torch.float64)
-    want = torch.cat([tokens[:1].double() @ wide[0].T, tokens[1 : rows - 2].double() @ wide[2].T])
-    there = to_fragments(weights)
-    config = fitted(config_of(*tile, K, E, widened="int4", int4=few.form_of(there)))
-    (got,) = many.run(tokens, there, offsets, store.ir, torch.float32, {}, EXPERTS_ROWS, config)
-    assert_same_bits(got[: rows - 2], want.float())
-
-
 def test_packing_takes_no_more_memory():
     layer = on_gpu(make(tokens=1, experts=4, hidden=2880, intermediate=2880))
     experts = packed(layer, KIMI)
@@ -212,7 +180,7 @@ def launched(form: cases.Int4) -> dict[str, str]:
     seen: dict[str, str] = {}
 
     def weights(N: int, K: int) -> QuantTensor:
-        return to_fragments(random_weights(32, N, K, Form(form.columns, form.dtype, form.zeros)))
+        return to_fragments(random_int4(32, N, K, Form(form.columns, form.dtype, form.zeros)))
 
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
         for hidden, intermediate in dict.fromkeys(case.sizes for case in cases.CASES if case.int4 == form):

@@ -17,13 +17,12 @@ from envoi.epilogues.activation import written
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import warm_up
 from envoi.ops.moe.op import IDS, WEIGHTS
-from envoi.ops.moe.parallel import counted, exchange
+from envoi.ops.moe.parallel import counted
 from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
-from envoi.ops.moe.parallel.exchange import compiled_form
-from envoi.ops.moe.parallel.opening import Grid
-from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.ops.moe.parallel.exchange import OnDevice, compiled_form
+from envoi.ops.moe.parallel.nvlink import SharedLayout, allocate
+from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
@@ -122,7 +121,7 @@ def test_no_call_across_ranks_does(launched, format, presum):
     call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts))
     known = compiled([call], most, least=0)
     domain = allocate(layout, rank, ends, 10.0, torch.device("cpu"), shared=False)
-    launched_by(launched, known, most, k, lambda *given: exchange.run_layer(domain, *given, experts), layout.hidden)
+    launched_by(launched, known, most, k, lambda *given: OnDevice(domain).run_layer(*given, experts), layout.hidden)
 
 
 def launched_by(launched, known, most, k, run, hidden) -> None:
@@ -176,8 +175,8 @@ def test_no_call_around_collectives_does(launched, format, presum, hosts):
     call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts)
     known = compiled([call], most, least=0)
     grid = Grid.of(hosts)
-    owner = open_rail(HostsLayout(layout, grid.num_hosts), grid, rank, ends, 10.0, cpu, shared=False)
-    launched_by(launched, known, most, k, lambda *given: exchange.run_layer(owner, *given, experts), layout.hidden)
+    owner = open_rail(HostsLayout(layout, grid.grid.shape[1]), grid, rank, ends, 10.0, cpu, shared=False)
+    launched_by(launched, known, most, k, lambda *given: OnDevice(owner).run_layer(*given, experts), layout.hidden)
 
 
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))

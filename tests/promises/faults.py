@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import envoi
-from envoi.ops.moe.parallel import constant, counted, nvlink, rail
+from envoi.ops.moe.parallel import collectives, counted, nvlink, rail
 from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import Outcome, own_device, run_ranks, share_gpus
@@ -53,13 +53,9 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
         "dispatch": (rail.Rail, "gather"), "announce": (rail, "send_routing"),
         "experts": (nvlink, "run_local_experts"), "combine": (rail.Rail, "exchange"),
     },
-    "gathered by gloo": {
-        "dispatch": (constant, "gather_tensors"), "experts": (constant, "run_local_experts"),
-        "combine": (constant, "combine"),
-    },
     "counted": {
-        "counts": (counted, "gather_tensors"), "dispatch": (counted, "exchange_rows"),
-        "experts": (counted, "run_local_experts"), "combine": (counted, "combine"),
+        "counts": (collectives, "gather_tensors"), "dispatch": (collectives, "exchange_rows"),
+        "experts": (counted, "run_local_experts"), "combine": (counted.Counted, "combine"),
     },
 }  # fmt: skip
 # Where a rank may be right without the victim: in its own place it exchanges sums with other hosts' ranks alone.
@@ -108,7 +104,7 @@ def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
 
     Ranks that share a GPU have only its memory: NCCL refuses them, also as what is left to ranks without memory.
     """
-    exchanges = ("memory", "gathered", "hosts", "counted") if device == "cuda" else ("gathered by gloo", "counted")
+    exchanges = ("memory", "gathered", "hosts", "counted") if device == "cuda" else ("counted",)
     shared = share_gpus(num_ranks, device)
     if shared:
         exchanges = ("memory",)
@@ -151,7 +147,7 @@ def hook(setting: Setting) -> None:
 
 def options_of(setting: Setting) -> dict[str, Any]:
     """Return the options with which objects exchange tokens in this way."""
-    name = setting.exchange.removesuffix(" by gloo")
+    name = setting.exchange
     most = MANY_TOKENS if setting.fault == "out of memory" else LAYER["tokens"]
     sizes = {} if name == "counted" else {"max_tokens": most, "num_topk": LAYER["k"]}
     return sizes | {"exchange": "rows" if name == "memory" else name}
@@ -234,7 +230,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
         attempt(told, work, lambda: call_once(work, everyone, prepared, is_victim))
     else:
         parallel, inputs, want = work.open(everyone, prepared=prepared)
-        assert parallel.exchange == setting.exchange.removesuffix(" by gloo"), parallel.why
+        assert parallel.exchange == setting.exchange, parallel.why
         for _ in range(3):  # with other tokens: what such calls leave in buffers isn't the right answer
             parallel.moe(2 * inputs[0], inputs[1])
         run = replayed(work, parallel, inputs) if setting.stage == "replay" else partial(parallel.moe, *inputs)
@@ -305,7 +301,7 @@ def mistaken(work: Work, everyone: list[int]) -> Told:
     parallel, inputs, want = work.open(everyone)
     told, right = Told(right=True, again=True), []
     for kind in MISTAKES:
-        if kind in ("many", "k") and not work.sizes:
+        if kind in ("many", "k") and "max_tokens" not in work.sizes:
             continue  # without sizes there is no most
         start, error = time.monotonic(), ""
         try:

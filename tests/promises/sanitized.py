@@ -24,7 +24,7 @@ from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.indexer import fast
 from envoi.ops.indexer.select import orders_for
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.quant import FORMATS, quantize
 from envoi.runtime import launch, triton_compat
 from envoi.runtime.devices import num_sms

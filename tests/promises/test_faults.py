@@ -10,7 +10,7 @@ from tests.promises.faults import Setting, Told, judge, run_one
 
 TIMEOUT_S = 6.0
 SOME = [
-    ("killed", "experts", "counted"), ("late", "dispatch", "counted"), ("wrong arguments", "call", "gathered by gloo"),
+    ("killed", "experts", "counted"), ("late", "dispatch", "counted"), ("wrong arguments", "call", "counted"),
 ]  # fmt: skip
 
 

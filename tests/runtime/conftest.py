@@ -8,7 +8,7 @@ from envoi.ops.gemm import backend
 from envoi.ops.indexer import fast, select
 from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import choose, permute
-from envoi.ops.moe.parallel import symmetric_memory
+from envoi.ops.moe.parallel import nvlink
 from envoi.ops.moe.router import host as router_host
 from envoi.runtime import devices, workspace
 from tests.helpers import fake_driver
@@ -28,7 +28,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     for name in ("_counters", "_blanks"):
         monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))
     monkeypatch.setattr(workspace.Kept, "new", lambda kept, count, device: kept.take(count, device))
-    for module in (devices, symmetric_memory):
+    for module in (devices, nvlink):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(permute, "casts_e4m3", lambda device: True)
     monkeypatch.setattr(workspace, "under_way", lambda device: (made.stream_now, int(made.capturing)))

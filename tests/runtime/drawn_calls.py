@@ -15,10 +15,9 @@ from envoi.epilogues.activation import ACTIVATIONS
 from envoi.ops.indexer import certificate, fast
 from envoi.ops.indexer import exact as exact_mode
 from envoi.ops.moe.op import tensors_of, widened
-from envoi.ops.moe.parallel.exchange import run_layer
-from envoi.ops.moe.parallel.opening import Grid
-from envoi.ops.moe.parallel.rail import HostsLayout, open_rail
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate, set_peers
+from envoi.ops.moe.parallel.exchange import OnDevice
+from envoi.ops.moe.parallel.nvlink import SharedLayout, allocate, set_peers
+from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.permute import quantize_rows
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.quant import scheme_named
@@ -261,7 +260,7 @@ def layer_of_rank(
     owner: Any, tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights, k: int
 ) -> torch.Tensor:  # fmt: skip
     """Launch a rank's layer, as `ExpertParallel.moe` does."""
-    return run_layer(owner, tokens, *widened(weights, ids), experts)
+    return OnDevice(owner).run_layer(tokens, *widened(weights, ids), experts)
 
 
 OPERATORS: dict[str, Callable[[Draw], Call]] = {

@@ -99,6 +99,10 @@ CASES = (
     Case("few-l2-wide", "l2", 64),
     Case("few-l1-wide-4096", "l1", 64, sizes=OTHER_SIZES),
     Case("few-l2-wide-1536", "l2", 64, sizes=OTHER_SIZES),
+    Case("few-l1-7168", "l1", 16, sizes=LARGE_SIZES),
+    Case("few-l2-2048", "l2", 16, sizes=LARGE_SIZES),
+    Case("few-l1-wide-7168", "l1", 64, sizes=LARGE_SIZES),
+    Case("few-l2-wide-2048", "l2", 64, sizes=LARGE_SIZES),
     Case("sum", "sum", 16),
     Case("many-l1-64", "many-l1", 256),
     Case("many-l1-128", "many-l1", 512),
@@ -124,7 +128,7 @@ CASES = (
         Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)
         for name, form in INT4_FORMS.items()
         for kind, num_tokens, sizes in INT4_CASES
-        if not name or num_tokens in (16, 512)
+        if not name or num_tokens in (16, 512) or (name in ("-gptq", "-awq") and num_tokens == 64)
     ),
 )
 

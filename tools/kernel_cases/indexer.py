@@ -16,16 +16,18 @@ FP32, INT32 = torch.float32, torch.int32
 LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem(width: int) -> fast.Problem:
+def _problem(width: int, next_n: int = 1, heads: int = HEADS) -> fast.Problem:
     return fast.Problem(
-        without_memory((1, HEADS, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
-        without_memory((1, HEADS), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), K, 1,
+        without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
+        without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), K,
+        next_n,
     )  # fmt: skip
 
 
-def _fast(order: str, width: int = LONG) -> Any:
-    p = _problem(width)
-    return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", order=order)
+def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS) -> Any:
+    """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages."""
+    p = _problem(width, next_n, heads)
+    return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", next_n, order=order)
 
 
 def _exact(width: int) -> Any:
@@ -33,30 +35,38 @@ def _exact(width: int) -> Any:
     return exact.topk(_problem(width), orders, fast.Order(slots=True, by_score=True))
 
 
-SET, BEST = partial(_fast, "position"), partial(_fast, "score")
+SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score")
 KERNELS = (
     case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
     case_of("indexer-scores-listed", "the same, before candidates are listed", HOPPER, BEST, "scores_kernel"),
+    *(
+        case_of(f"indexer-scores-sm90-{name}", about, HOPPER, call, "scores_kernel")
+        for name, about, call in (
+            ("4-rows", "the same, four rows of a request at a time", partial(SET, next_n=2048)),
+            ("4-rows-32-heads", "the same, of 32 heads", partial(SET, next_n=2048, heads=32)),
+            ("4-rows-listed", "the same, before candidates are listed", partial(BEST, next_n=2048)),
+        )
+    ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),
     case_of(
         "indexer-select", "the k best by position, by radix; launched before the scores' kernel ends", HOPPER, SET,
         "select_kernel",
     ),
     case_of(
-        "indexer-select-short", "the same, of rows of 4096 tokens at most", HOPPER, partial(_fast, "position", SHORT),
-        "select_kernel",
+        "indexer-select-short", "the same, of rows of 4096 tokens at most", HOPPER,
+        partial(call_of_fast, "position", SHORT), "select_kernel",
     ),
     case_of(
-        "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER, partial(_fast, "position", 256),
-        "select_kernel",
+        "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER,
+        partial(call_of_fast, "position", 256), "select_kernel",
     ),
     case_of(
-        "indexer-select-best-first", "the k best, best first", HOPPER, partial(_fast, "score", SHORT),
+        "indexer-select-best-first", "the k best, best first", HOPPER, partial(call_of_fast, "score", SHORT),
         "select_kernel",
     ),
     case_of(
         "indexer-select-portable", "the k best, best first, launched after the scores", EVERY_ARCH,
-        partial(_fast, "score", SHORT), "select_kernel", arch=BLACKWELL[0],
+        partial(call_of_fast, "score", SHORT), "select_kernel", arch=BLACKWELL[0],
     ),
     case_of(
         "indexer-select-as-torch", "the k best, best first, short rows in the order of torch's sort", EVERY_ARCH,

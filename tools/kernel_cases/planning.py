@@ -12,7 +12,7 @@ import torch
 
 import envoi
 from envoi.ops.moe.parallel.command import experts_without_memory
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target, standing_for

@@ -45,12 +45,11 @@ def tracing(recorder: "Recorder") -> AbstractContextManager[None]:
 class Role(NamedTuple):
     """Role of a kernel, or a whole program, or one phase of a role.
 
-    spans: what it does between two moments of an event, in order. phase: of the launch, if it has several.
+    spans: what it does between two moments of an event, in order.
     """
 
     name: str
     spans: tuple[str, ...]
-    phase: str = ""
 
 
 class Slice(NamedTuple):

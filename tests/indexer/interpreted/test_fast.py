@@ -87,7 +87,10 @@ def test_outputs(order):
     )
 
 
-def test_newer_query_rows_see_more():
+@pytest.mark.parametrize("many", [512, 2])
+def test_newer_query_rows_see_more(monkeypatch, many):
+    """Check 3 rows a request, which take turns with those of other requests, or, if they count as many, don't."""
+    monkeypatch.setattr(fast, "MANY_ROWS", many)
     _, cache, _, seq_lens, table = one((600, 2, 0)).tensors()
     source = torch.Generator().manual_seed(1)
     q = torch.randn(9, 32, 128, generator=source).to(torch.float8_e4m3fn)
@@ -101,7 +104,7 @@ def test_newer_query_rows_see_more():
 def test_rows_in_turns(monkeypatch):
     tensors = one((300, 700, 0, 64, 65), num_heads=32).tensors()
     whole = indexer_topk(*tensors, k=512, mode="fast")
-    monkeypatch.setattr(fast, "MAX_ROWS", 2)
+    monkeypatch.setattr(fast, "MAX_BLOCKS", 2)
     assert torch.equal(indexer_topk(*tensors, k=512, mode="fast"), whole)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, constant, counted, opening
+from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, collectives, counted, opening
 from envoi.ops.moe.parallel import opening as opening_hosts
 from envoi.ops.moe.router import route
 from envoi.runtime.compiling import compiling
@@ -49,13 +49,6 @@ def part_of(layer: Layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Rou
     r = layer.routing
     routing = Routing(r.topk_weights[first:last].clone(), r.topk_ids[first:last].clone(), r.num_experts)
     return layer.tokens[first:last].clone(), routing
-
-
-def open_gathered(layer: Layer, format: str, rank: int, ends: list[int], device="cpu", **kwargs) -> ExpertParallel:
-    """Open an object that gathers tokens, whatever their number."""
-    parallel = open_parallel(layer, format, rank, ends, device, **{"exchange": "gathered"} | kwargs)
-    assert parallel.exchange == "gathered"
-    return parallel
 
 
 def open_parallel(layer: Layer, format: str, rank: int, ends: list[int], device="cpu", **kwargs) -> ExpertParallel:
@@ -95,7 +88,7 @@ def run_cases(rank: int, num_ranks: int, cases: list[Case]) -> list[torch.Tensor
 
 def run_counted(rank: int, num_ranks: int, layer: dict[str, Any]) -> tuple[list[tuple[str, int]], list[int]]:
     """Run a call; return its collectives, each with the rows that this rank sends to others, and those it has to."""
-    made, gathered, exchanged = make(**layer), counted.gather_tensors, counted.exchange_rows
+    made, gathered, exchanged = make(**layer), collectives.gather_tensors, collectives.exchange_rows
     ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     tokens, routing = part_of(made, rank, [len(made.tokens) * (r + 1) // num_ranks for r in range(num_ranks)])
     parallel, seen = open_parallel(made, "bf16", rank, ends), []
@@ -108,7 +101,7 @@ def run_counted(rank: int, num_ranks: int, layer: dict[str, Any]) -> tuple[list[
         seen.append((step, sum(send) - send[rank]))
         return exchanged(channel, rows, send, receive, step)
 
-    counted.gather_tensors, counted.exchange_rows = gather, exchange
+    collectives.gather_tensors, collectives.exchange_rows = gather, exchange
     parallel.moe(tokens, routing)
     others = [slice(first, last) for r, (first, last) in enumerate(pairwise([0, *ends])) if r != rank]
     needed = [((routing.topk_ids >= e.start) & (routing.topk_ids < e.stop)).any(1).sum() for e in others]
@@ -117,61 +110,6 @@ def run_counted(rank: int, num_ranks: int, layer: dict[str, Any]) -> tuple[list[
     from_others = ((ids >= mine.start) & (ids < mine.stop)).sum()
     own = ((routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)).sum()
     return seen, [int(sum(needed)), int(from_others - own)]
-
-
-def run_gathered(rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, Any]) -> list[torch.Tensor]:
-    """Run cases with sizes for which tokens are gathered."""
-    outs = []
-    for case in cases:
-        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
-        parallel = open_gathered(layer, case.format, rank, expert_ends, **sizes)
-        assert parallel.presum == sizes.get("exchange", "").endswith("+sums")
-        outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
-        parallel.close()
-    return outs
-
-
-def run_gathered_twice(rank: int, num_ranks: int, sizes: dict[str, Any]) -> list[list[tuple[str, int]]]:
-    """Run a call of few tokens and one of many; return the collectives of each and the bytes that they send."""
-    layer, calls, gather, exchange = make(), [], constant.gather_tensors, constant.exchange_equal
-    parallel = open_gathered(layer, "bf16", rank, [4, 8], **sizes)
-
-    def note(collective):
-        def run(channel, sent, step):
-            calls[-1].append((step, sent.nbytes))
-            return collective(channel, sent, step)
-
-        return run
-
-    constant.gather_tensors, constant.exchange_equal = note(gather), note(exchange)
-    for ends in ([1, 2], [20, 60]):
-        calls.append([])
-        parallel.moe(*part_of(layer, rank, ends))
-    return calls
-
-
-def run_by_host(
-    rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[tuple[str, int]], int]:
-    """Run cases by host; return outputs, the first case's collectives and the bytes they send, bytes of a token."""
-    outs, seen, gather, exchange = [], [], constant.gather_tensors, constant.exchange_equal
-
-    def note_gather(channel, mine, step):
-        seen.append((step, mine.nbytes * (channel.num_ranks - 1)))
-        return gather(channel, mine, step)
-
-    def note_exchange(channel, parts, step):
-        seen.append((step, parts[0].nbytes * (channel.num_ranks - 1)))
-        return exchange(channel, parts, step)
-
-    constant.gather_tensors, constant.exchange_equal = note_gather, note_exchange
-    for case in cases:
-        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
-        parallel = open_parallel(layer, case.format, rank, expert_ends, **sizes)
-        assert (parallel.exchange, parallel.presum) == ("hosts", sizes["exchange"] == "hosts+sums")
-        outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
-        first = seen[:4]
-    return outs, first, parallel._exchange.room.layout.token_bytes
 
 
 def wrong_hosts(rank: int, num_ranks: int, tried: list[Any]) -> list[str]:
@@ -195,15 +133,6 @@ def uneven_hostnames(rank: int, num_ranks: int, sizes: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return "opened"
-
-
-def run_two_ks(rank: int, num_ranks: int, sizes: dict[str, Any]) -> torch.Tensor:
-    """Pass all four slots of each token on rank 0, the first two on rank 1."""
-    layer = make(k=4, masked=0.0)
-    tokens, r = part_of(layer, rank, [30, 60])
-    k = 4 - 2 * rank
-    routing = Routing(r.topk_weights[:, :k].contiguous(), r.topk_ids[:, :k].contiguous(), r.num_experts)
-    return open_gathered(layer, "bf16", rank, [4, 8], **sizes).moe(tokens, routing)
 
 
 def run_on_gpus(rank: int, num_ranks: int, cases: list[Case]) -> list[tuple[torch.Tensor, str]]:
@@ -253,23 +182,20 @@ def hear(ranks: list[int], word: str) -> None:
     store.wait([f"{word} {rank}" for rank in ranks], timedelta(seconds=GUARD_S))
 
 
-def fault(
-    rank: int, num_ranks: int, kind: str, timeout_s: float, sizes: dict[str, Any] | None = None
-) -> tuple[str, str, bool]:
+def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, bool]:
     """Make rank 1 fail in one of several ways; return the errors of the others, and whether they came again.
 
     The late rank stays silent until the others have given up: if they didn't, nothing here would end.
     """
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    opened = open_gathered if sizes else open_parallel
-    parallel = opened(layer, "bf16", rank, ends, timeout_s=timeout_s, **(sizes or {}))
+    parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
     inputs = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
     parallel.moe(*inputs)
     if rank == 1:
         if kind == "dies before":
             os._exit(3)
         if kind == "dies within":
-            counted.combine = constant.combine = lambda *_: os._exit(3)
+            counted.Counted.combine = lambda *_: os._exit(3)
         if kind == "is late":
             hear([0, 2, 3], "gave up")
     try:
@@ -374,22 +300,20 @@ def of_groups(rank: int, num_ranks: int) -> dict[str, str]:
     return found
 
 
-def mistakes(
-    rank: int, num_ranks: int, kinds: list[str], sizes: dict[str, Any] | None = None
-) -> list[tuple[str, str, float]]:
+def mistakes(rank: int, num_ranks: int, kinds: list[str]) -> list[tuple[str, str, float]]:
     """Make one mistake after the other; return the name, the text and the seconds of each error."""
     found = []
     for kind in kinds:
         start = time.monotonic()
         try:
-            mistake(rank, num_ranks, kind, sizes or {})
+            mistake(rank, num_ranks, kind)
             found.append(("", "", 0.0))
         except Exception as error:
             found.append((type(error).__name__, str(error), time.monotonic() - start))
     return found
 
 
-def mistake(rank: int, num_ranks: int, kind: str, sizes: dict[str, Any]) -> None:
+def mistake(rank: int, num_ranks: int, kind: str) -> None:
     """Make rank 1 pass an argument that differs from its peers'."""
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     wrong = rank == 1
@@ -403,7 +327,8 @@ def mistake(rank: int, num_ranks: int, kind: str, sizes: dict[str, Any]) -> None
         open_parallel(layer, "bf16", rank, ends, max_tokens=0 if wrong else 60, num_topk=3)
     if kind == "hidden":
         layer = make(hidden=128) if wrong else layer
-    parallel = (open_gathered if sizes else open_parallel)(layer, "bf16", rank, ends, **sizes)
+    sizes = {"max_tokens": 70, "num_topk": 3} if kind == "many" else {}
+    parallel = open_parallel(layer, "bf16", rank, ends, **sizes)
     tokens, routing = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
     weights, ids = routing.topk_weights, routing.topk_ids
     num_experts = 8

@@ -6,9 +6,18 @@ import torch
 
 from envoi.ops.moe.parallel import ExpertParallel, nvlink, rail
 from envoi.ops.moe.parallel.exchange import OnDevice, Owner
-from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, combine_barrier, num_chunks, send_partial_sums, sum_rows
-from envoi.ops.moe.parallel.opening import Grid
-from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
+from envoi.ops.moe.parallel.nvlink import (
+    MAX_CHUNKS,
+    Domain,
+    SharedLayout,
+    allocate,
+    combine_barrier,
+    num_chunks,
+    send_partial_sums,
+    set_peers,
+    sum_rows,
+)
+from envoi.ops.moe.parallel.rail import Grid
 from envoi.types import ExpertWeights, Routing
 from tests.moe.layers import Layer
 
@@ -36,7 +45,7 @@ def hosts_alone(layout: SharedLayout) -> rail.Rail:
 def use(parallel: ExpertParallel, owner: Owner) -> None:
     """Let an object take the path of this memory, as one over NVLink or NCCL does."""
     parallel.exchange = "memory" if isinstance(owner, Domain) else "hosts"
-    parallel._exchange = exchange = OnDevice(parallel.exchange, owner, 0)
+    parallel._exchange = exchange = OnDevice(owner, parallel.exchange)
     exchange.domain.watch, parallel._lock = parallel.channel.watch, exchange.lock
 
 

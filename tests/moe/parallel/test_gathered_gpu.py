@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.launches import launch_kernel
 from envoi.ops.moe.parallel import (
     PeerTimeout,
+    collectives,
     counted,
     nvlink,
     rail,
-    symmetric_memory,
 )
-from envoi.ops.moe.parallel.opening import Grid
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.rail import Grid
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
@@ -343,7 +342,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
     if rank == 1 and kind == "dies":
         os._exit(3)
     if rank == 1 and kind == "dies within":
-        counted.dispatch = nvlink.run_local_experts = lambda *_: os._exit(3)
+        collectives.exchange_rows = nvlink.run_local_experts = lambda *_: os._exit(3)
     elif kind == "dies within":
         run = counted.run_local_experts  # behind the exchange that is never done: the host is held by the device
         counted.run_local_experts = lambda *given: (torch.cuda.synchronize(), run(*given))[1]
@@ -444,7 +443,7 @@ def without_shared_memory(rank: int, num_ranks: int) -> tuple[str, str]:
         raise RuntimeError("no way there")
 
     torch.cuda.set_device(rank)
-    symmetric_memory.connect_part = symmetric_memory.set_peers = fail
+    nvlink.connect_part = nvlink.set_peers = fail
     given = make(**LAYER), "bf16", rank, shares(num_ranks, 8), f"cuda:{rank}"
     parallel = cases.open_parallel(*given, max_tokens=60, num_topk=3, exchange="hosts", hosts=halves(num_ranks))
     return parallel.exchange, parallel.why
@@ -488,7 +487,7 @@ def launch_between_hosts(found: dict[str, str]) -> None:
             sizes = layout, grid, 1, range(0, E + 1, 32), 10.0, torch.device("cuda")
             buffers = rail.open_rail(*sizes, shared=False)
             address = buffers.domain.memory.data_ptr()
-            symmetric_memory.set_peers(buffers.domain, [address] * buffers.domain.layout.num_ranks)
+            nvlink.set_peers(buffers.domain, [address] * buffers.domain.layout.num_ranks)
             rail.pack_parcel(buffers, layer.tokens, routing.topk_weights, ids)
             for parcel in buffers.parcels:
                 parcel.copy_(buffers.own_parcel)
@@ -496,7 +495,7 @@ def launch_between_hosts(found: dict[str, str]) -> None:
             torch.cuda.synchronize()
             kept = buffers.topk_ids.view(kernels.NUM_HOSTS, -1, kernels.NUM_TOPK)[:, :-1]
             assert torch.equal(kept, torch.where(ids < kernels.NUM_EXPERTS // 2, ids, -1).expand_as(kept))
-            launch_kernel(rail.KERNELS, "seal_kernel", rail.seal_arguments(buffers))
+            rail.seal_parts(buffers)
             buffers.received.zero_()
             for part in buffers.received:
                 part[-8:].view(torch.int32)[0] = 1

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from envoi.ops.moe.one_launch.config import NUM_COUNTERS
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.ops.moe.parallel.nvlink import SharedLayout, allocate
 from envoi.runtime.program import tensors_in
 from tests.helpers import fresh
 
@@ -31,7 +31,7 @@ LOOKS = """
 import sys
 import torch
 from envoi.experts import pack
-from envoi.ops.moe.parallel import symmetric_memory
+from envoi.ops.moe.parallel import nvlink
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.warm_up import LayerCall, without_tensors
 from envoi.runtime.devices import Target
@@ -43,10 +43,10 @@ class Allocator:
         print(size, stride, dtype, device)
 
 torch._C._distributed_c10d._SymmetricMemory = Allocator
-symmetric_memory.allocate_bytes(64, torch.device("cuda", 1), shared=True)
+nvlink.allocate_bytes(64, torch.device("cuda", 1), shared=True)
 for format in ("bf16", "fp8_block128"):
     experts = without_tensors(pack(torch.randn(4, 256, 128), torch.randn(4, 128, 128), format))
-    layout = symmetric_memory.SharedLayout(2, 8, 16, 2, 128, format)
+    layout = nvlink.SharedLayout(2, 8, 16, 2, 128, format)
     calls = ParallelCall(layout, 2, 0, (0, 4, 8), 1.0, experts), LayerCall(experts, 2)
     assert find(calls, Target("sm_90"), [1, 16])
 print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, nvlink
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.opening import wanted_by
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.warm_up import without_tensors
 from envoi.runtime.devices import Target, limited
@@ -15,6 +16,7 @@ from tests.moe.parallel import cases
 
 REMOVED = "tokens, L1 and L2 in one launch took 1.02 times as long as in two over 12 layers on 4 GPUs, and was removed"
 SIZES = {"max_tokens": 8, "num_topk": 2}
+COUNTED = "counted False the group is one of gloo, over which rows are counted"
 
 
 def opened(rank: int, num_ranks: int, tried: list) -> list[tuple[str, list[str]]]:
@@ -26,7 +28,7 @@ def opened(rank: int, num_ranks: int, tried: list) -> list[tuple[str, list[str]]
             warnings.simplefilter("always")
             try:
                 parallel = cases.open_parallel(make(), "bf16", rank, [4, 8], **mine)
-                text = f"{parallel.exchange} {parallel.presum}"
+                text = f"{parallel.exchange} {parallel.presum} {parallel.why}"
                 parallel.close()
             except ValueError as error:
                 text = str(error)
@@ -39,8 +41,8 @@ def test_fused_warns_where_it_does_nothing_and_is_refused_where_it_was_slower():
     for rank, outcome in enumerate(run_ranks(2, opened, tried)):
         assert outcome.text == ""
         default, none, false, true, of_rank_0, word = outcome.value
-        assert default == none == ("counted False", [])
-        assert false == ("counted False", ["fused: False is what ExpertParallel does; leave the argument away"])
+        assert default == none == (COUNTED, [])
+        assert false == (COUNTED, ["fused: False is what ExpertParallel does; leave the argument away"])
         assert true == (f"fused: expected None or False, got True; {REMOVED}", [])
         assert word == (f"fused: expected None or False, got 'yes'; {REMOVED}", [])
         text = of_rank_0[0]
@@ -49,23 +51,23 @@ def test_fused_warns_where_it_does_nothing_and_is_refused_where_it_was_slower():
 
 GATHERED = SIZES | {"exchange": "gathered"}
 NAMED = {"hosts": ["a", "b"]}
-WAYS = [
-    ({"exchange": "counted"} | SIZES, "counted False"), (GATHERED, "gathered False"),
-    (SIZES | {"exchange": "gathered+sums"}, "gathered True"), (SIZES | NAMED | {"exchange": "hosts"}, "hosts False"),
-    (SIZES | NAMED | {"exchange": "hosts+sums"}, "hosts True"), ({"exchange": "rows", "num_sms": 3}, "counted False"),
-    ({"exchange": "sums"}, "counted False"),
+ACCEPTED = [
+    {"exchange": "counted"} | SIZES, GATHERED, SIZES | {"exchange": "gathered+sums"}, {"exchange": "sums"},
+    SIZES | NAMED | {"exchange": "hosts"}, SIZES | {"exchange": "hosts+sums", "hosts": ["a", "a"]},
+    {"exchange": "rows", "num_sms": 3},
 ]  # fmt: skip
 OLD = [
-    ({"presum": False}, "counted False", 'presum: is deprecated; pass exchange="rows" instead'),
-    ({"presum": True}, "counted False", 'presum: is deprecated; pass exchange="sums" instead'),
-    (SIZES | NAMED, "hosts False", 'hosts: without exchange is deprecated; pass exchange="hosts" too'),
-    (SIZES | NAMED | {"presum": True}, "hosts True", 'presum: is deprecated; pass exchange="hosts+sums" instead'),
+    ({"presum": False}, "rows", 'presum: is deprecated; pass exchange="rows" instead'),
+    ({"presum": True}, "sums", 'presum: is deprecated; pass exchange="sums" instead'),
+    (SIZES | NAMED, "hosts", 'hosts: without exchange is deprecated; pass exchange="hosts" too'),
+    (SIZES | NAMED | {"presum": True}, "hosts+sums", 'presum: is deprecated; pass exchange="hosts+sums" instead'),
 ]
 WRONG = [
     ({"exchange": "x"}, "exchange: expected one of 'auto', 'rows', "),
     ({"exchange": ["rows"]}, "exchange: expected one of 'auto', 'rows', "),
     ({"exchange": "gathered"}, "exchange: expected max_tokens and num_topk with 'gathered', got None"),
-    ({"exchange": "hosts"} | NAMED, "hosts: expected max_tokens and num_topk with them, got None"),
+    ({"exchange": "hosts"} | NAMED, "exchange: expected max_tokens and num_topk with 'hosts', got None"),
+    (NAMED | {"max_tokens": 8}, "exchange: expected max_tokens and num_topk with 'hosts', got None"),
     (GATHERED | NAMED, 'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange \'gathered\''),
     (GATHERED | {"presum": True}, "presum: expected None with exchange 'gathered', which says it, got True"),
     ({"num_sms": 0}, "num_sms: expected an int of at least 1, got 0"),
@@ -73,18 +75,23 @@ WRONG = [
 ]
 
 
-def test_exchange_chooses_the_way_and_old_arguments_mean_one():
-    tried = [given for given, *_ in [*WAYS, *OLD, *WRONG]]
+def test_over_gloo_rows_are_counted_whatever_is_asked_and_wrong_options_are_refused():
+    tried = [*ACCEPTED, *(given for given, *_ in [*OLD, *WRONG])]
     for outcome in run_ranks(2, opened, tried):
         assert outcome.text == ""
         found = iter(outcome.value)
-        for given, way in WAYS:
-            assert next(found) == (way, []), given
-        for given, way, warning in OLD:
-            assert next(found) == (way, [warning]), given
+        for given in ACCEPTED:
+            assert next(found) == (COUNTED, []), given
+        for given, _, warning in OLD:
+            assert next(found) == (COUNTED, [warning]), given
         for given, message in WRONG:
             text, _ = next(found)
             assert message in text, given
+
+
+def test_old_arguments_mean_an_exchange():
+    for given, way, _ in OLD:
+        assert wanted_by("auto", given.get("hosts"), given.get("presum"), None)[0] == way
 
 
 @pytest.mark.parametrize("hosts", [(), ("a", "b")], ids=["memory", "hosts"])

@@ -2,24 +2,22 @@
 test sets."""
 
 import gc
-import sys
 import threading
 import time
 import weakref
 from dataclasses import dataclass
-from functools import cache
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.ops.moe.parallel import oversee as module
-from envoi.ops.moe.parallel.failure import PeerTimeout, Watch
-from envoi.ops.moe.parallel.oversee import LOST, HostMarks, oversee, oversee_queue
-from envoi.ops.moe.parallel.store import Compiler, Connection, Lookout
+from envoi.ops.moe.parallel import failure as module
+from envoi.ops.moe.parallel.collectives import Channel
+from envoi.ops.moe.parallel.counted import Counted
+from envoi.ops.moe.parallel.failure import LOST, PeerTimeout, Watch, oversee
+from envoi.ops.moe.parallel.store import Connection, Lookout
 from envoi.runtime.compiling import compiling
-from envoi.runtime.wake import Wake
-from tests.helpers.slow import mostly_slow
 
 TIMEOUT_S = 3.0
 
@@ -42,7 +40,7 @@ class Rank:
 def rank_of(store: dist.Store, rank: int, num_ranks: int) -> Rank:
     group, counts = list(range(num_ranks)), torch.zeros(4, dtype=torch.int32)
     watch = Watch(Connection(store), "test", group, rank, TIMEOUT_S)
-    watch.opened([0] * num_ranks)
+    watch.opened([False] * num_ranks)
     made = Rank(Owner(), counts, watch, threading.Event())
     oversee(made.owner, counts, watch, made.ended.set)
     return made
@@ -222,18 +220,124 @@ def test_a_store_that_is_gone_ends_the_wait():
     assert "the store is gone" in str(watch.failure)
 
 
-def test_the_end_of_the_process_stops_all_threads_by_one_handler(monkeypatch):
-    registered = []
-    monkeypatch.setattr(module.atexit, "register", registered.append)
-    monkeypatch.setattr(module, "_stop_at_exit", cache(module._stop_at_exit.__wrapped__))
-    before = set(module._stops)
-    owners = [Owner() for _ in range(3)]
+class Group:
+    """Group of NCCL whose collectives are ended."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def abort(self) -> None:
+        assert not self.ended.is_set()
+        self.ended.set()
+
+
+class Host:
+    """Rank whose host queues collectives of counted rows; the device does one at the end of `queued`."""
+
+    def __init__(self, store: dist.Store, rank: int, timeout_s: float = TIMEOUT_S, num_ranks: int = 2):
+        self.watch, self.group = Watch(Connection(store), "queued", list(range(num_ranks)), rank, timeout_s), Group()
+        self.watch.opened([False] * num_ranks)
+        control, data = cast(Any, None), cast(Any, self.group)
+        self.exchange = Counted(Channel(control, data, torch.device("cpu"), self.watch))
+
+    def queued(self, number: int):
+        return self.exchange.queued(number)
+
+    def do(self, number: int) -> None:
+        with self.queued(number):
+            pass
+
+    def finish(self) -> None:
+        self.watch.wait_for_device(self.exchange.counts, "combine")
+
+
+def test_a_collective_is_ended_while_its_host_is_held_by_the_device():
+    host, begun = Host(dist.HashStore(), 0), time.monotonic()
+    with host.queued(0):
+        assert host.group.ended.wait(TIMEOUT_S + 1), "the device holds the host until its collective is ended"
+        assert time.monotonic() - begun < TIMEOUT_S + 1
+        with pytest.raises(PeerTimeout, match="dispatch: rank 1 is lost or did not answer within 3 s") as told:
+            host.finish()
+    with pytest.raises(PeerTimeout) as again:
+        host.watch.queue(lambda: pytest.fail("queued"), "dispatch")
+    assert again.value is told.value
+
+
+def test_a_host_that_waits_has_the_step_and_one_that_computes_waits_for_none():
+    """Between its two collectives a host may compile for long; ended calls leave the second out."""
+    host = Host(dist.HashStore(), 0, timeout_s=1.0)
+    for number in (0, 1, 0, 0, 1, 0):
+        host.do(number)
+    time.sleep(1.5)
+    assert host.watch.failure is None
+    host.finish()
+    host = Host(dist.HashStore(), 0, timeout_s=1.0)
+    host.do(0)
+    with host.queued(1), pytest.raises(PeerTimeout, match="combine: rank 1 is lost"):
+        host.finish()
+
+
+def test_a_host_that_is_held_answers_the_roll_call_of_another():
+    waiting, held = (Host(store := dist.HashStore(), 0), Host(store, 1))
+    with waiting.queued(0), held.queued(0):
+        time.sleep(0.5)
+        with pytest.raises(PeerTimeout, match="all ranks are there"):
+            waiting.watch.fail("dispatch", TimeoutError("dispatch"), 0.5)
+        assert held.group.ended.wait(2.0) and waiting.group.ended.wait(2.0)
+        with pytest.raises(PeerTimeout, match="all ranks are there"):
+            held.finish()
+
+
+@pytest.mark.parametrize(("done", "named"), [(2, [1]), (1, [0, 1])], ids=["done", "late"])
+def test_a_host_that_is_done_answers_the_roll_call_and_a_late_one_does_not(done, named):
+    """A rank that has no tokens for the lost one, and gets none from it, may be done before the others."""
+    store = dist.HashStore()
+    other, waiting = Host(store, 0, num_ranks=3), Host(store, 2, num_ranks=3)
+    for number in range(done):
+        other.do(number)
+    other.finish()
+    waiting.do(0)
+    with waiting.queued(1), pytest.raises(PeerTimeout) as told:
+        waiting.finish()
+    assert told.value.ranks == named
+    time.sleep(0.5)
+    assert (other.watch.failure is not None) == (0 not in named)
+
+
+def test_a_host_waits_for_peers_that_compile():
+    store = dist.HashStore()
+    waiting, other = Host(store, 0, timeout_s=1.0), Host(store, 1, timeout_s=1.0)
+    with waiting.queued(0), compiling():  # of the process, in which rank 1 says so
+        time.sleep(2.0)
+        assert waiting.watch.failure is None
+    waiting.finish()
+    assert other.watch.failure is None
+
+
+def test_the_thread_that_watches_a_queue_ends_with_it():
+    before, host = set(module._threads), Host(dist.HashStore(), 0)
+    (thread,) = set(module._threads) - before
+    del host
+    gc.collect()
+    thread.join(2.0)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def process_that_ends():
+    """Let a test end the process, as far as threads know."""
+    yield module._finish
+    module._ending.clear()
+
+
+def test_the_end_of_the_process_stops_all_threads(process_that_ends):
+    before, owners = set(module._threads), [Owner() for _ in range(3)]
     watch = Watch(Connection(dist.HashStore()), "test", [0], 0, TIMEOUT_S)
     for owner in owners:
         oversee(owner, torch.zeros(4, dtype=torch.int32), watch, lambda: None)
-    started = set(module._stops) - before
-    assert len(started) == 3 and registered == [module._finish]
-    module._finish()
+    started = set(module._threads) - before
+    assert len(started) == 3
+    process_that_ends()
     assert not any(thread.is_alive() for thread in started)
     kept = [weakref.ref(thread) for thread in started]
     del started
@@ -241,299 +345,27 @@ def test_the_end_of_the_process_stops_all_threads_by_one_handler(monkeypatch):
     assert not any(thread() for thread in kept), "nothing keeps a thread that has ended"
 
 
-class Collective:
-    """Collective that is complete once it is ended, as NCCL's are."""
-
-    def __init__(self):
-        self.done = threading.Event()
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return self.done.is_set()
-
-
-class Host:
-    """Rank whose host queues collectives; `ended` says how often they were ended. It is its own marks."""
-
-    def __init__(self, store: dist.Store, rank: int, timeout_s: float = TIMEOUT_S, num_ranks: int = 2):
-        self.watch, self.ended = Watch(Connection(store), "queued", list(range(num_ranks)), rank, timeout_s), 0
-        self.watch.opened([0] * num_ranks)
-        self.collectives: list[Collective] = []
-        oversee_queue(self.watch, self, self.end)
-
-    @property
-    def collective(self) -> Collective:
-        return self.collectives[-1]
-
-    def queue(self) -> None:
-        self.collectives.append(Collective())
-        self.watch.queue(lambda: self.collective, "combine")
-
-    def mark(self, number: int) -> None:
-        assert number == len(self.collectives) - 1
-
-    def is_past(self, number: int) -> bool:
-        return self.collectives[number].done.is_set()
-
-    def end(self) -> None:
-        self.ended += 1
-        for collective in self.collectives:
-            collective.done.set()
-
-
-@pytest.fixture
-def hosts():
-    store = dist.HashStore()
-    return [Host(store, rank) for rank in range(2)]
-
-
-def test_a_collective_is_ended_while_its_host_is_held_by_the_device(hosts):
-    held, begun = hosts[0], time.monotonic()
-    held.queue()
-    assert held.collective.done.wait(TIMEOUT_S + 1), "the device holds the host until its collective is ended"
-    assert time.monotonic() - begun < TIMEOUT_S + 1
-    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost or did not answer within 3 s") as told:
-        held.watch.finish()
-    assert held.ended == 1 and told.value.ranks == [1]
-    with pytest.raises(PeerTimeout) as again:
-        held.watch.queue(Collective, "dispatch")
-    assert again.value is told.value
-
-
-def test_a_host_that_is_held_answers_the_roll_call_of_another(hosts):
-    waiting, held = hosts
-    waiting.queue(), held.queue()
-    time.sleep(0.5)
-    begun = time.monotonic()
-    with pytest.raises(PeerTimeout, match="all ranks are there"):
-        waiting.watch.fail("combine", TimeoutError("combine"), 0.5)
-    assert held.collective.done.wait(2.0)
-    assert time.monotonic() - begun < 2.0
-    with pytest.raises(PeerTimeout, match="all ranks are there"):
-        held.watch.finish()
-    assert waiting.collective.done.wait(1.0)
-    assert (waiting.ended, held.ended) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("queued", "named"),
-    mostly_slow([(2, [1]), (1, [0, 1]), (0, [0, 1])], [(1, [0, 1])]),
-    ids=["done", "late", "before"],
-)
-def test_a_host_that_is_done_answers_the_roll_call_and_a_late_one_does_not(queued, named):
-    """A rank that has no tokens for the lost one, and gets none from it, may be done before the others."""
-    store = dist.HashStore()
-    other, waiting = Host(store, 0, num_ranks=3), Host(store, 2, num_ranks=3)
-    for host, number in ((other, queued), (waiting, 2)):
-        for _ in range(number):
-            host.queue()
-    for collective in other.collectives:
-        collective.done.set()
-    other.watch.finish()
-    waiting.collectives[0].done.set()
-    with pytest.raises(PeerTimeout) as told:
-        waiting.watch.finish()
-    assert told.value.ranks == named
-    time.sleep(0.5)
-    assert (other.watch.failure is not None) == (0 not in named)
-    assert other.watch.failure is None or other.watch.failure.ranks == named
-
-
-@pytest.mark.slow
-def test_who_is_done_is_not_missing_from_a_collective_that_failed_by_itself():
-    """NCCL says of such a one that it is complete."""
-    store = dist.HashStore()
-    done, failed = Host(store, 0, num_ranks=3), Host(store, 2, num_ranks=3)
-    for host in (done, failed):
-        host.queue()
-        host.collective.done.set()
-    done.watch.finish()
-    time.sleep(done.watch.patience_s)
-    failed.watch.broken = lambda: "NCCL reports REMOTE_ERROR"
-    with pytest.raises(PeerTimeout) as told:
-        failed.watch.finish()
-    assert told.value.ranks == [1]
-
-
-def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts):
-    ended = threading.Event()
-    oversee_queue(hosts[0].watch, hosts[0], lambda: time.sleep(2.0) or ended.set())
-    begun = time.monotonic()
-    with pytest.raises(PeerTimeout):
-        hosts[0].watch.fail("combine", TimeoutError("combine"), 1.0)
-    assert time.monotonic() - begun < 2.5, "the roll call takes up to two seconds"
-    assert not ended.is_set()
-    module._finish()  # as at the end of the process, which waits for the threads
-    assert ended.is_set()
-
-
-@pytest.mark.parametrize("attempt", mostly_slow(range(5), [0]))
-def test_it_answers_in_time_where_the_timeout_is_short(attempt):
-    store = dist.HashStore()
-    waiting, held = (Host(store, rank, timeout_s=1.0) for rank in range(2))
-    waiting.queue(), held.queue()
-    time.sleep(0.25 + 0.04 * attempt)
-    with pytest.raises(PeerTimeout, match="all ranks are there"):
-        waiting.watch.fail("combine", TimeoutError("combine"), 0.5)
-
-
-def test_the_error_says_what_caused_it_in_every_thread(hosts):
-    hosts[0].queue()
-    cause = RuntimeError("NCCL error")
-    with pytest.raises(PeerTimeout) as first:
-        hosts[0].watch.fail("combine", cause, 1.0)
-    with pytest.raises(PeerTimeout) as second:
-        hosts[0].watch.finish()
-    assert first.value is second.value and first.value.__cause__ is cause
-
-
-def test_a_collective_that_failed_by_itself_is_none_that_is_complete(hosts):
-    hosts[0].queue()
-    hosts[0].collective.done.set()  # as NCCL says of one with an error
-    hosts[0].watch.broken = lambda: "NCCL reports REMOTE_ERROR"
-    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost") as told:
-        hosts[0].watch.finish()
-    assert "REMOTE_ERROR" in str(told.value.__cause__)
-
-
-@pytest.mark.slow
-def test_an_interrupted_wait_is_watched_further(hosts, monkeypatch):
-    hosts[0].queue()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(hosts[0].watch, "_poll", interrupted)
-        hosts[0].watch.finish()
-    assert hosts[0].collective.done.wait(TIMEOUT_S + 1)
-    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost"):
-        hosts[0].watch.finish()
-
-
-def test_an_interrupted_start_leaves_nothing_to_wait_for(hosts):
-    class Interrupted(Collective):
-        def wait(self) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hosts[0].watch.queue(Interrupted, "combine")
-    assert hosts[0].watch.pending() is None
-    hosts[0].watch.finish()
-
-
-def test_what_an_earlier_call_left_is_dropped_when_it_is_complete(hosts):
-    watch = hosts[0].watch
-    hosts[0].queue()  # and something else raises before `finish`
-    hosts[0].queue()
-    assert len(watch._queued) == 2
-    hosts[0].collectives[0].done.set()
-    hosts[0].queue()
-    assert [queued.number for queued in watch._queued] == [1, 2] and watch.pending().number == 1
-    hosts[0].end()
-    watch.finish()
-    assert watch.pending() is None and watch.failure is None
-
-
-def test_a_rank_that_compiles_itself_waits_no_longer_for_a_lost_one(hosts):
-    hosts[0].watch.connection.compiler = Compiler(hosts[0].watch.connection, 0)
-    begun = time.monotonic()
-    hosts[0].queue()
-    with compiling():
-        assert hosts[0].collective.done.wait(TIMEOUT_S + 2)
-    assert time.monotonic() - begun < TIMEOUT_S + 1
-
-
-@pytest.mark.slow
-def test_a_host_that_waits_itself_fails_once(hosts):
-    hosts[0].queue()
-    begun = time.monotonic()
-    with pytest.raises(PeerTimeout, match="rank 1 is lost"):
-        hosts[0].watch.finish()
-    assert time.monotonic() - begun < TIMEOUT_S + 1
-    assert hosts[0].collective.done.wait(1.0)
-    time.sleep(0.5)
-    assert hosts[0].ended == 1
-
-
-@pytest.mark.slow
-def test_collectives_that_end_or_whose_peers_compile_are_left_alone(hosts):
-    hosts[1].watch.connection.compiler = Compiler(hosts[1].watch.connection, 1)
-    hosts[0].queue()
-    with compiling():  # of the process, in which rank 1 says so
-        time.sleep(1.5 * TIMEOUT_S)
-    assert hosts[0].watch.failure is None
-    hosts[0].collective.done.set()
-    hosts[0].watch.finish()
-    time.sleep(1.5 * TIMEOUT_S)
-    assert hosts[0].watch.failure is None and hosts[0].ended == 0
-
-
-def test_the_thread_that_watches_a_queue_ends_with_it():
-    before = set(module._stops)
-    made = Host(dist.HashStore(), 0)
-    (thread,) = set(module._stops) - before
-    del made
-    gc.collect()
-    thread.join(2.0)
-    assert not thread.is_alive()
-
-
-def test_marks_are_past_each_by_itself():
-    marks = HostMarks.on(torch.device("cpu"))
-    for number in range(3 * module.NUMBERS):
-        assert not marks.is_past(number)
-        if number % 2:  # two streams: the later one is done first
-            marks.mark(number)
-            assert marks.is_past(number) and not marks.is_past(number - 1)
-            marks.mark(number - 1)
-        assert all(marks.is_past(before) for before in range(max(0, number - 100), number - 1))
-    last = 300 * module.NUMBERS + 7
-    marks.noted.fill_((last // module.NUMBERS - 1) % module.NUMBERS)
-    assert not marks.is_past(last)
-    marks.mark(last)
-    assert marks.is_past(last)
-
-
-def test_the_end_of_the_process_waits_for_threads_that_others_start():
-    """A thread that watches begins to end collectives when it is told to stop."""
+def test_the_end_of_the_process_waits_for_threads_that_others_start(process_that_ends):
+    """A thread that oversees begins to end collectives when it is told to stop."""
     done = threading.Event()
 
     def end() -> None:
         time.sleep(0.3)
         done.set()
 
-    stop = Wake()
-    module.in_background(lambda: (stop.wait(60.0), time.sleep(0.2), module.in_background(end)), stop)
-    module._finish()
+    module.in_background(lambda: (module._ending.wait(60.0), time.sleep(0.2), module.in_background(end)))
+    process_that_ends()
     assert done.is_set()
 
 
-def test_a_waiting_thread_may_be_woken_by_itself():
-    """As a finalizer would that runs anywhere within `wait`: with threading.Event the thread waits for itself."""
-    wake, woken = Wake(), threading.Event()
-
-    def waiting() -> None:
-        left = iter(range(40))
-
-        def anywhere(*_) -> None:
-            if next(left, None) is not None:
-                wake.set()
-
-        sys.setprofile(anywhere)
-        wake.wait(0.05)
-        sys.setprofile(None)
-        woken.set()
-
-    threading.Thread(target=waiting, daemon=True).start()
-    assert woken.wait(10.0)
-
-
-def test_a_wake_is_for_one_wait():
-    wake = Wake()
-    wake.set(), wake.set()
-    assert wake.wait(0.0) and not wake.wait(0.01)
-    threading.Timer(0.05, wake.set).start()
-    assert wake.wait(5.0)
+def test_an_error_doesnt_wait_for_the_end_of_the_collectives(process_that_ends):
+    """NCCL takes a second to end them, for which the end of the process waits."""
+    ended, watch = threading.Event(), Watch(Connection(dist.HashStore()), "test", [0, 1], 0, TIMEOUT_S)
+    watch.end = lambda: module.in_background(lambda: time.sleep(2.5) or ended.set())
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeout, match="rank 1 is lost"):
+        watch.fail("combine", TimeoutError("combine"), 1.0)
+    assert time.monotonic() - begun < 2.5, "the roll call takes up to two seconds"
+    assert not ended.is_set()
+    process_that_ends()
+    assert ended.is_set()

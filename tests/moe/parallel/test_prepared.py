@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.ops.moe.parallel import ExpertParallel
-from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.ops.moe.parallel.nvlink import Domain, SharedLayout
 from envoi.runtime.prepared.replay import Prepared
 from envoi.runtime.program import tensors_in
 from tests.helpers.choices import force
@@ -61,14 +61,14 @@ def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
         parallel.experts = experts  # objects of a model's layers share a domain
         return parallel.moe(tokens, routing)
 
-    assert_replayed(Case(run, arguments), hopper, owner.calls, list(tensors_in(owner)))
+    assert_replayed(Case(run, arguments), hopper, parallel._calls, list(tensors_in(owner)))
     assert len(hopper.calls) == num_launches
-    made = [found for found in owner.calls.known.values() if isinstance(found, Prepared)]
+    made = [found for found in parallel._calls.known.values() if isinstance(found, Prepared)]
     assert len(made) == 1
     # As before a first call, in which the ranks wait for each other: objects of other weights share the calls.
     parallel._is_loaded = False
     with monkeypatch.context() as patched:
-        patched.setattr(owner.calls, "replay", lambda *_: pytest.fail("a replay"))
-        patched.setattr(owner.calls, "run", lambda *_: pytest.fail("recorded, or a replay"))
+        patched.setattr(parallel._calls, "replay", lambda *_: pytest.fail("a replay"))
+        patched.setattr(parallel._calls, "run", lambda *_: pytest.fail("recorded, or a replay"))
         run(*arguments(0)[0])
     assert parallel._is_loaded

@@ -199,6 +199,7 @@ MISTAKES = {
     "sparse": "routing.topk_ids: expected a dense tensor, got one in sparse_coo",
     "batched": "routing.topk_ids: expected ids from 0 to 7",
     "routing": "routing: expected an envoi.Routing, got tuple",
+    "many": "tokens: expected at most 70 of them (max_tokens), got 71",
     "num_experts": "routing.num_experts: expected 8 over all ranks, got 16",
     "k": "num_topk: expected the same on every rank, got 3 on rank 0, 2 on rank 1",
     "timeout": "timeout_s: expected a positive number of seconds up to 2000, got -1.0",

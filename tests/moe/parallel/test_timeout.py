@@ -12,7 +12,7 @@ import torch.distributed as dist
 from envoi import PeerTimeout
 from envoi.ops.moe.parallel import failure
 from envoi.ops.moe.parallel.collectives import connect_ranks
-from envoi.ops.moe.parallel.failure import NOBODY, Watch
+from envoi.ops.moe.parallel.failure import Watch
 from envoi.ops.moe.parallel.store import Connection
 
 CASES = {
@@ -38,19 +38,13 @@ def test_it_comes_back_from_a_pickle_as_it_was(words):
 
 
 class Work:
-    """Collective that is complete at the given look, or never; notes when the stream was made to wait for it."""
+    """Collective that is complete when `is_done` says so."""
 
-    def __init__(self, looks: int, events: list[str], name: str):
-        self.looks, self.events, self.name = looks, events, name
+    def __init__(self, is_done=lambda: False):
+        self.is_completed, self.waited = is_done, False
 
     def wait(self) -> None:
-        self.events.append(f"{self.name} queued")
-
-    def is_completed(self) -> bool:
-        self.looks -= 1
-        if self.looks < 0:
-            self.events.append(f"{self.name} complete")
-        return self.looks < 0
+        self.waited = True
 
 
 def watch(timeout_s: float, monkeypatch) -> Watch:
@@ -58,23 +52,12 @@ def watch(timeout_s: float, monkeypatch) -> Watch:
     made.deadline = None
     made.lookout = Peers(0.0)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def fail(step: str, cause: Exception, waited_s: float, number: int = NOBODY, within_s: float | None = None) -> None:
+    def fail(step: str, cause: Exception, waited_s: float, **_: object) -> None:
         made.failure = PeerTimeout([1], step, timeout_s)
         raise made.failure
 
     monkeypatch.setattr(made, "fail", fail)
     return made
-
-
-def test_queued_collectives_are_waited_for_at_the_end(monkeypatch):
-    made, events = watch(10.0, monkeypatch), []
-    for name, looks in (("first", 2), ("second", 0)):
-        made.queue(lambda name=name, looks=looks: Work(looks, events, name), name)
-    assert events == ["first queued", "second queued"]
-    made.finish()
-    assert events[2:] == ["first complete", "second complete"]
-    made.finish()  # none is left
-    assert len(events) == 4
 
 
 class Peers:
@@ -98,12 +81,11 @@ def test_a_collective_may_take_longer_while_a_peer_compiles(compiles_s, most_s, 
     made, begun = watch(1.0, monkeypatch), time.monotonic()
     made.lookout = Peers(compiles_s)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(failure, "MOST_S", most_s)
-    slow = Work(0, [], "combine")
-    monkeypatch.setattr(slow, "is_completed", lambda: time.monotonic() > begun + 2.0)
-    made.queue(lambda: slow, "combine")
+    slow = Work(lambda: time.monotonic() > begun + 2.0)
     with nullcontext() if waits_s == 2.0 else pytest.raises(PeerTimeout):
-        made.finish()
+        made.wait(lambda: slow, "combine")
     assert waits_s <= time.monotonic() - begun < waits_s + 0.6
+    assert slow.waited == (waits_s == 2.0), "the stream waits for it once it is complete"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +130,7 @@ def first_collectives(*steps) -> list[PeerTimeout | None]:
 
     def run(rank: int) -> None:
         made = Watch(Connection(store), "first", list(range(len(steps))), rank, 3.0)
-        made.opened([0] * len(steps))
+        made.opened([False] * len(steps))
         try:
             made.wait_for_first(steps[rank], "opening the group")
         except PeerTimeout as error:
@@ -220,21 +202,39 @@ def test_connecting_has_a_timeout_of_its_own_and_takes_none_of_the_openings():
     assert made.failure is None
 
 
-def test_a_queued_collective_that_never_ends_is_a_timeout_of_its_step(monkeypatch):
-    made, events = watch(0.2, monkeypatch), []
-    made.queue(lambda: Work(0, events, "dispatch"), "dispatch")
-    made.queue(lambda: Work(1 << 30, events, "combine"), "combine")
-    with pytest.raises(PeerTimeout, match=r"^combine: rank 1 is lost"):
-        made.finish()
-    with pytest.raises(PeerTimeout, match="combine"):
-        made.queue(lambda: Work(0, events, "dispatch"), "dispatch")
+def test_a_collective_that_never_ends_is_a_timeout_of_its_step_and_of_all_later_ones(monkeypatch):
+    made = watch(0.2, monkeypatch)
+    made.wait(lambda: Work(lambda: True), "dispatch")
+    with pytest.raises(PeerTimeout, match=r"^combine: rank 1 is lost") as first:
+        made.wait(Work, "combine")
+    with pytest.raises(PeerTimeout) as second:
+        made.wait(lambda: pytest.fail("started"), "dispatch")
+    assert second.value is first.value
 
 
-def test_a_collective_that_cant_be_queued_is_a_timeout_too(monkeypatch):
+def test_a_collective_that_cant_be_started_is_a_timeout_too(monkeypatch):
     made = watch(0.2, monkeypatch)
 
     def broken():
         raise RuntimeError("connection closed")
 
     with pytest.raises(PeerTimeout, match="^dispatch: "):
-        made.queue(broken, "dispatch")
+        made.wait(broken, "dispatch")
+
+
+def test_a_collective_that_failed_by_itself_is_none_that_is_complete():
+    """NCCL says that one with an error is complete."""
+    made = Watch(Connection(dist.HashStore()), "broken", [0, 1], 0, 1.0)
+    made.broken = lambda: "NCCL reports REMOTE_ERROR"
+    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost") as told:
+        made.wait(lambda: Work(lambda: True), "combine")
+    assert "REMOTE_ERROR" in str(told.value.__cause__)
+
+
+def test_the_error_says_what_caused_it_in_every_thread():
+    made, cause = Watch(Connection(dist.HashStore()), "cause", [0, 1], 0, 1.0), RuntimeError("NCCL error")
+    with pytest.raises(PeerTimeout) as first:
+        made.fail("combine", cause, 1.0)
+    with pytest.raises(PeerTimeout) as second:
+        made.wait(Work, "combine")
+    assert first.value is second.value and first.value.__cause__ is cause

@@ -1,11 +1,10 @@
-"""Timelines of all ranks: clocks, lanes, the files for Perfetto and the picture, refusals; no GPU needed."""
+"""Timelines of all ranks: clocks, lanes, the files for Perfetto, refusals; no GPU needed."""
 
 import gzip
 import json
 import random
 from itertools import pairwise
 
-import matplotlib.image
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from envoi.ops.moe.parallel.trace import (
     gathered,
     in_step,
     lanes_of,
-    phases_of,
     steps_of,
     steps_of_ranks,
 )
@@ -42,7 +40,7 @@ def drawn(num_ranks: int = 2, num_sms: int = 4, seed: int = 0, kernels: list[str
         for number, step in enumerate(steps):
             whole = step.roles[0].name == "program"
             for program in range(3 * num_sms if whole else num_sms):
-                for role, (_, spans, _) in enumerate(step.roles):
+                for role, (_, spans) in enumerate(step.roles):
                     at = now + source.randrange(US)
                     for label in range(1 if whole else 3):
                         for span in range(len(spans)):
@@ -140,42 +138,6 @@ def test_a_file_for_perfetto(tmp_path, name):
     assert {event["args"]["name"] for event in found if event["name"] == "process_name"} == {"rank 0", "rank 1"}
 
 
-@pytest.mark.parametrize("kernels", [STAGED, ONE_LAUNCH], ids=["two launches", "one launch"])
-def test_a_picture(tmp_path, kernels):
-    path = tmp_path / "trace.png"
-    drawn(kernels=kernels).draw(path)
-    picture = matplotlib.image.imread(path)
-    assert picture.shape[0] > 300
-    assert len(set(map(tuple, picture.reshape(-1, picture.shape[-1])[::7].round(2).tolist()))) > 10  # steps' colours
-
-
-def test_phases_of_one_launch_have_the_names_of_launches():
-    assert phases_of(drawn()) == NAMES
-    assert phases_of(drawn(kernels=ONE_LAUNCH)) == [name for name in NAMES if name != "quantise"]
-    assert "consumer 1 in L2: wait" in str(drawn(kernels=ONE_LAUNCH))
-
-
-def test_what_is_printed():
-    text = str(drawn())
-    lines = text.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:] if line[0] != " "] == NAMES
-    assert max(map(len, lines)) <= 80
-    begun = lines.index(next(line for line in lines if line.startswith("L1")))
-    assert [line.split(":")[0].split("  ")[-1] for line in lines[begun : begun + 3]] == [
-        "consumer 0", "consumer 1", "producer",
-    ]  # fmt: skip
-    cut = Timeline(steps_of(STAGED), drawn().slices, True, ("mx_kernel",))
-    assert str(cut).splitlines()[-2:] == ["some roles had more events than are kept", "not traced: mx_kernel"]
-
-
-def test_shares_are_of_the_steps_time():
-    steps = steps_of(["gemm_kernel"])
-    rows = [(0, 0, 0, 0, 0, 0, 0, 0, 25), (0, 0, 0, 1, 0, 0, 0, 25, 75), (0, 0, 0, 2, 0, 0, 0, 75, 100)]
-    text = str(Timeline(steps, torch.tensor(rows), False, ()))
-    assert "consumer 0: wait 25%, mainloop 50%, epilogue 25%" in text
-    assert "consumer 1" not in text
-
-
 def test_a_path_that_is_neither():
     with pytest.raises(ValueError, match=r"ends in .json or .json.gz, got trace.txt"):
         drawn().save("trace.txt")
@@ -206,7 +168,6 @@ SIZES = ["--hidden", "256", "--inter", "128", "--experts", "8", "--topk", "2", "
         (["--topk", "9"], "--topk: expected at most the 8 experts, got 9"),
         (["--tokens", "0"], "--tokens: expected"),
         (["--out", "trace.txt"], "--out: expected a name that ends in .json, .json.gz, got trace.txt"),
-        (["--png", "trace.jpg"], "--png: expected a name that ends in .png, .pdf, .svg, got trace.jpg"),
     ],
 )
 def test_the_commands_mistakes(options, said, capsys):

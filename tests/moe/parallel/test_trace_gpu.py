@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.trace import COLUMNS, ROLES, Timeline
 from envoi.runtime import timeline
 from envoi.runtime.timeline import Recorder, Slice
@@ -111,6 +111,6 @@ def test_all_ranks_get_the_whole(one_launch, tmp_path):
         assert lasts == sorted(lasts)
     assert int(end.max()) < 500_000_000  # the clocks of all ranks are one; other tests' processes have the GPUs in turn
     timeline.save(tmp_path / "trace.json.gz")
-    timeline.draw(tmp_path / "trace.png")
-    assert ("consumer 0 in L1: wait" if one_launch else "consumer 0: wait") in str(timeline)
+    names = {role.name for step in timeline.steps for role in step.roles}
+    assert ("consumer 0 in L1" in names) == one_launch
     assert timeline.slices.shape[1] == len(COLUMNS)

@@ -42,37 +42,6 @@ def test_the_bits_of_one_rank(hosts):
         assert_same_bits(torch.cat([outcome.value[number] for outcome in outcomes]), want)
 
 
-def bytes_over_link(rank: int, num_ranks: int, hosts: Hosts) -> list[int]:
-    """Return the bytes that the first host sends in ten calls, of ranks all alike and of ranks by host."""
-    layer, found, outs = make(k=8), [], []
-    for exchange in ("gathered", "hosts"):
-        sizes = {"max_tokens": 15, "num_topk": 8, "exchange": exchange}
-        parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **sizes)
-        inputs = cases.part_of(layer, rank, [15, 30, 45, 60])
-        outs.append(parallel.moe(*inputs))
-        before = sent_bytes(hosts.links[0])
-        for _ in range(10):
-            parallel.moe(*inputs)
-        found.append(sent_bytes(hosts.links[0]) - before)
-    assert torch.equal(*outs)
-    return found
-
-
-def sent_bytes(link: str) -> int:
-    """Read how many bytes a network device of this process's host has sent, 0 if it has none of the name."""
-    lines = (line.split() for line in Path("/proc/self/net/dev").read_text().splitlines())
-    return next((int(line[9]) for line in lines if line[0] == f"{link}:"), 0)
-
-
-def test_by_host_half_the_bytes_cross_the_link(hosts):
-    outcomes = run_ranks(NUM_RANKS, bytes_over_link, hosts, timeout_s=GUARD_S, join=hosts)
-    assert [outcome.text for outcome in outcomes] == [""] * NUM_RANKS
-    alike, by_host = outcomes[0].value
-    row, tokens, ranks = 256 * 2, 15, RANKS_PER_HOST
-    assert alike > 10 * ranks * ranks * tokens * 8 * row  # rows of slots, from each rank here to each there
-    assert by_host < 0.6 * alike
-
-
 def say(board: Path, word: str) -> None:
     """Tell all ranks a word, whatever the link does: their files are in one place."""
     (board / word).touch()
@@ -93,7 +62,7 @@ def lose_link(rank: int, num_ranks: int, hosts: Hosts, board: Path, outage_s: fl
     layer, ends = make(), [2, 4, 6, 8]
     parallel = cases.open_parallel(layer, "bf16", rank, ends, timeout_s=TIMEOUT_S)
     inputs = cases.part_of(layer, rank, [15, 30, 45, 60])
-    first, combine = parallel.moe(*inputs), counted.combine
+    first, combine = parallel.moe(*inputs), counted.Counted.combine
 
     def pull_cable(*arguments):
         if rank == 2:
@@ -104,14 +73,14 @@ def lose_link(rank: int, num_ranks: int, hosts: Hosts, board: Path, outage_s: fl
         hear(board, "down")  # rows sent before would come through
         return combine(*arguments)
 
-    counted.combine = pull_cable
+    counted.Counted.combine = pull_cable
     try:
         got = "right" if torch.equal(parallel.moe(*inputs), first) else "wrong"
         ranks = []
     except PeerTimeout as error:
         got, ranks = str(error), error.ranks
     seconds = time.monotonic() - (board / "down").stat().st_mtime + time.time() - time.monotonic()
-    counted.combine = combine
+    counted.Counted.combine = combine
     say(board, f"done {rank}")
     hear(board, *(f"done {r}" for r in range(num_ranks)))
     if rank == 2:

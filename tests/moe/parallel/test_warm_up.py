@@ -7,7 +7,7 @@ import pytest
 
 from envoi.ops.moe.parallel import ExpertParallel, api, warm_up
 from envoi.ops.moe.parallel.command import experts_without_memory
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.planned_kernels import find
 from tests.helpers.ranks import run_ranks
@@ -111,32 +111,28 @@ def _no_tokens():
     return layer.tokens, layer.routing
 
 
-def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
-    """Load kernels before a call: rank 1 compiles for long, or is late. whole: those of any number of tokens."""
+def load_first(rank: int, num_ranks: int, late: bool) -> str:
+    """Load kernels before a call: rank 1 compiles for long, or is late."""
 
-    def load_all(*_, **__):
+    def compile_calls(*_, **__):
         time.sleep(2 * TIMEOUT_S * rank)
         return []
 
-    warm_up.load_all = warm_up.compile_calls = load_all
+    warm_up.compile_calls = compile_calls
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:
         time.sleep(2 * TIMEOUT_S)
     try:
-        if whole:
-            warm_up.compile_together(parallel.channel, call, target, 1, False, warm_up.FIRST)
-        else:
-            warm_up.load_together(parallel.channel, call, target, 3, warm_up.FIRST)  # pyright: ignore[reportArgumentType]
+        warm_up.compile_together(parallel.channel, call, target, 1, False, warm_up.FIRST)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("whole", mostly_slow([False, True], [True]))
 @pytest.mark.parametrize("late", mostly_slow([False, True], [True]))
-def test_a_first_call_waits_for_compilers_but_not_for_those_who_are_late(late, whole):
-    first, second = (outcome.value for outcome in run_ranks(2, load_first, late, whole))
+def test_a_first_call_waits_for_compilers_but_not_for_those_who_are_late(late):
+    first, second = (outcome.value for outcome in run_ranks(2, load_first, late))
     if late:
         assert first.startswith("first call: rank 1 is lost or did not answer within 2 s") or "was late" in first
         assert second

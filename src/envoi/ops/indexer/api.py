@@ -69,7 +69,7 @@ def indexer_topk(
     seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
         + n.
     block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
-    k: 512, 1024 or 2048. next_n: query rows of each request (more than 1 with speculative decoding).
+    k: 512, 1024 or 2048. next_n: query rows of each request: a few with speculative decoding, thousands in a prefill.
     mode "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
         "exact": the bits and the order of the PyTorch definition on the same device, in which NaN beats numbers.
     output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
@@ -80,6 +80,7 @@ def indexer_topk(
     out, workspace, num_sms: as in `envoi.gemm`.
     ordered: deprecated: True is order="score", False is order="position"; it warns.
 
+    Scores of some rows at a time are in scratch memory of 16 MiB, or 64 MiB for more than 512 rows; one row's at least.
     The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
     certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
     gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.

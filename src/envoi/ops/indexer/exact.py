@@ -35,6 +35,6 @@ def scores_arguments(
     return (programs,), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table, orders,
         scratch, space.logits, space.groups, space.counters,
-        first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, num_heads, least, next_power_of_2(len(space.logits)), orders.numel() - 4, TILE, STEP,
+        first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        num_heads, least, next_power_of_2(len(space.logits)), orders.numel() - 4, TILE, STEP,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip

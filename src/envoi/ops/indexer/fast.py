@@ -14,8 +14,9 @@ from envoi.runtime.launch import launch
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
-WORKSPACE_BYTES = 16 << 20
-MAX_ROWS = 256  # most rows of a launch: a program finds its tiles in a sum over all of them
+MANY_ROWS = 512  # a call of more is a prefill
+WORKSPACE_BYTES, PREFILL_BYTES = 16 << 20, 64 << 20  # of a call, of a prefill
+MAX_BLOCKS = 256  # most blocks of rows of a launch: a program finds its tiles in a sum over all of them
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
 LIST_WORDS = 2 * kernel_select.MOST.value + 1  # of a program's list, and their number
 NUM_GROUPS, TOP_LEVEL = kernel_scores.NUM_GROUPS.value, kernel_scores.TOP_LEVEL.value
@@ -27,6 +28,8 @@ TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
+SHARED_ROWS = 4  # of a request, scored against a tile of keys while it is in shared memory; as many registers and bytes
+SHARED_STAGES = 2  # as three programs of an SM have room for beside four rows' queries
 CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
 LONG_CHUNK = 8192  # or, of longer ones, these at a time
 SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
@@ -83,7 +86,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory for the rows that are processed at a time, written anew for each block of rows.
+    """Scratch memory for the rows that are processed at a time, written anew for the next.
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
@@ -117,10 +120,28 @@ def by_candidates(p: Problem, order: Order) -> bool:
     return order.by_score and p.max_length > LONG_CHUNK
 
 
-def rows_at_once(p: Problem, candidates: bool = False) -> int:
-    """Return the number of rows whose workspace fits into WORKSPACE_BYTES, at least one."""
+def rows_that_fit(p: Problem, candidates: bool = False) -> int:
+    """Return the number of rows for whose workspace there is room."""
     words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else num_parts(p) * LIST_WORDS
-    return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))))
+    size = PREFILL_BYTES if p.num_rows > MANY_ROWS else WORKSPACE_BYTES
+    return size // (4 * (p.max_length + NUM_GROUPS + words))
+
+
+def in_turns(p: Problem) -> bool:
+    """Tell whether each request gets its own launches: it has many rows, of which the last block is smaller."""
+    return p.next_n > MANY_ROWS and p.next_n % SHARED_ROWS != 0
+
+
+def rows_of_block(p: Problem, candidates: bool = False) -> int:
+    """Return the number of neighbouring rows, all of one request, that take turns at a tile of keys in a prefill."""
+    whole = in_turns(p) or p.next_n % SHARED_ROWS == 0
+    return SHARED_ROWS if p.num_rows > MANY_ROWS and whole and rows_that_fit(p, candidates) >= SHARED_ROWS else 1
+
+
+def rows_at_once(p: Problem, candidates: bool = False) -> int:
+    """Return the number of rows of a launch, in whole blocks if that isn't all rows; at least one row."""
+    block = rows_of_block(p, candidates)
+    return max(1, min(p.num_rows, MAX_BLOCKS * block, rows_that_fit(p, candidates) // block * block))
 
 
 def workspace(p: Problem, candidates: bool = False) -> Workspace:
@@ -137,10 +158,12 @@ def workspace(p: Problem, candidates: bool = False) -> Workspace:
     return Workspace(logits, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
 
 
-def blocks(p: Problem, step: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of each block of `step` rows that are processed at a time."""
-    for first in range(0, p.num_rows, step):
-        yield first, min(step, p.num_rows - first)
+def launches(p: Problem, step: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row, number of rows), at most `step`, of the rows that are processed at a time."""
+    together = p.next_n if in_turns(p) else max(1, p.num_rows)
+    for begin in range(0, p.num_rows, together):
+        end = begin + together
+        yield from ((first, min(step, end - first)) for first in range(begin, end, step))
 
 
 def topk(p: Problem, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,9 +175,9 @@ def topk(p: Problem, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
 def in_blocks(
     p: Problem, score: Callable[[Problem, Workspace, int, int, int], None], order: Order, early: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score and choose block after block of rows. Returns outputs [rows, k] and errors [rows], int32.
+    """Score and choose some rows at a time. Returns outputs [rows, k] and errors [rows], int32.
 
-    score: takes the first row of a block, its number of rows, and up to how many tokens a row needs no scores.
+    score: takes the first row, the number of rows, and up to how many tokens a row needs no scores.
     """
     out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
     errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
@@ -162,7 +185,7 @@ def in_blocks(
         candidates = by_candidates(p, order)
         space = workspace(p, candidates)
         least = 0 if candidates else order.least(p.k)
-        for first, num_rows in blocks(p, len(space.logits)):
+        for first, num_rows in launches(p, len(space.logits)):
             if p.max_length > least:
                 score(p, space, first, num_rows, least)
             rest = first, num_rows, out, errors, order
@@ -192,10 +215,12 @@ def hopper_arguments(
     values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
     scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
     early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
-    return (_programs(p, num_rows),), (
+    block = rows_of_block(p, space.counters is not None)
+    num_blocks, stages = -(-len(space.logits) // block), STAGES if block == 1 else SHARED_STAGES
+    return (_programs(p, num_rows, block),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
-        first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], least, max(32, next_power_of_2(len(space.logits))), STAGES, early,
+        first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        p.q.shape[1], least, max(32, next_power_of_2(num_blocks)), block, stages, early,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
@@ -211,8 +236,8 @@ def scores_arguments(
     bytes_ = p.k_cache.view(torch.uint8)
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
-        space.logits, space.groups, space.counters, first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], least, next_power_of_2(len(space.logits)), TILE,
+        space.logits, space.groups, space.counters, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        p.q.shape[1], least, next_power_of_2(len(space.logits)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
@@ -228,8 +253,8 @@ def select_arguments(
     words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
     return (num_rows, parts), (
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
-        first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
+        first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
     ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
@@ -241,8 +266,8 @@ def candidates_arguments(
     block = next((size for size in BLOCKS if num_rows * -(-p.max_length // size) <= most), BLOCKS[-1])
     return (-(-p.max_length // block), num_rows), (
         space.logits, space.groups, space.counters, space.listed, space.bins, p.seq_lens, p.table,
-        first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.k, order.as_torch, block,
+        first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        p.k, order.as_torch, block,
     ), {"num_warps": 16}  # fmt: skip
 
 
@@ -252,11 +277,11 @@ def rank_arguments(
     """Return grid, arguments and options of `rank_kernel`."""
     return (SCORE_BINS, num_rows), (
         space.listed, space.bins, space.counters, space.logits if order.as_torch else None, p.seq_lens, p.table, out,
-        errors, first, num_rows, p.width,
-        p.next_n, p.k, order.slots,
+        errors, first, num_rows, p.width, p.next_n,
+        p.k, order.slots,
     ), {"num_warps": 2}  # fmt: skip
 
 
-def _programs(p: Problem, num_rows: int) -> int:
+def _programs(p: Problem, num_rows: int, block: int = 1) -> int:
     """Return the number of programs: of the most tiles there can be, or of those that run at a time, if fewer."""
-    return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
+    return min(-(-num_rows // block) * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))

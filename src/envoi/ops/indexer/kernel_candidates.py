@@ -129,8 +129,8 @@ def pages_are_good(table, first, n, num_pages, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def candidates_kernel(
-    logits, groups, counters, listed, classes, seq_lens, table, first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, K: tl.constexpr, NAN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    logits, groups, counters, listed, classes, seq_lens, table, first_row, num_rows, width, num_pages, next_n,
+    K: tl.constexpr, NAN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sift BLOCK scores of a row; programs past its end return at once.
 
@@ -140,10 +140,10 @@ def candidates_kernel(
     own = tl.program_id(1)
     first = tl.program_id(0) * BLOCK
     row = first_row + own
-    n = visible(seq_lens, row, first_row + num_rows, NEXT_N, width)
+    n = visible(seq_lens, row, first_row + num_rows, next_n, width)
     if first >= n:
         return
-    good = pages_are_good(table + (row // NEXT_N).to(tl.int64) * width, first, n, num_pages, BLOCK)
+    good = pages_are_good(table + (row // next_n).to(tl.int64) * width, first, n, num_pages, BLOCK)
     offset = own.to(tl.int64) * width * PAGE
     counters += own * NUM_COUNTERS
     positions = first + tl.arange(0, BLOCK)

@@ -113,8 +113,8 @@ def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=INTEGERS)
 def exact_kernel(
     q, cache, scales, weights, seq_lens, table, orders, scratch, logits, groups, counters,
-    first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    first_row, num_rows, width, num_pages, next_n,
+    H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Score rows as `scores_kernel` does, by exact roundings.
@@ -127,14 +127,14 @@ def exact_kernel(
     t = tl.arange(0, TILE)
     scratch += tl.program_id(0) * (H * TILE)
     ids = tl.arange(0, ROWS)
-    seen = scored(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width, LEAST)
+    seen = scored(seq_lens, first_row + ids, first_row + num_rows, next_n, width, LEAST)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
         own, nth, n = place_of_tile(tile, ids, seen, tiles, ends)
         tokens = nth * TILE + t
         order = tl.load(orders + tl.where(n < NUM_ORDERS, n, NUM_ORDERS + n % 4))
-        page, good = token_pages(table, (first_row + own) // NEXT_N, tokens, n, width, num_pages)
+        page, good = token_pages(table, (first_row + own) // next_n, tokens, n, width, num_pages)
         row = (first_row + own).to(tl.int64)
         mask = (tokens < n) & good
         place = tokens % PAGE

@@ -5,6 +5,9 @@
                                                                                                  scores, groups
 
 Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
+
+SHARE neighbouring rows of a request, a block, take turns at each tile, so that it is read once for all of them; tiles
+are as many as the block's last row sees, which sees the most. Scores are the same bits for every SHARE.
 """
 
 from typing import Any, NamedTuple
@@ -31,6 +34,7 @@ from envoi.ops.indexer.kernel_scores import (
     ordered,
     scored,
 )
+from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.sync import let_next_start
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
@@ -40,17 +44,21 @@ ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # rows of 128 bytes in a page, 
 ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # rows of 64 float32 in a page, the last of them scales
 
 
-class Lengths(NamedTuple):
-    """Lengths of the rows: seq_lens [requests], the first row, rows a request (next_n), pages in a row of the table.
+@aggregate
+class Lengths:
+    """Lengths of the rows: seq_lens [requests], which rows, rows a request (next_n), pages in a row of the table.
 
-    least: rows of no more tokens aren't scored.
+    least: rows of no more tokens aren't scored. share: rows of a block; blocks: at least their number.
     """
 
-    seq_lens: Any
-    first_row: Any
-    next_n: Any
-    width: Any
-    least: Any
+    seq_lens: gl.tensor
+    first_row: gl.tensor
+    num_rows: gl.tensor
+    next_n: Scalar
+    width: gl.tensor
+    least: gl.constexpr
+    share: gl.constexpr
+    blocks: gl.constexpr
 
 
 class Stages(NamedTuple):
@@ -79,21 +87,31 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def visible(lengths, row, num_rows):
+def visible(lengths, row):
     """Return how many tokens of rows are scored. row counts from first_row."""
-    end = lengths.first_row + num_rows
+    end = lengths.first_row + lengths.num_rows
     return scored(lengths.seq_lens, lengths.first_row + row, end, lengths.next_n, lengths.width, lengths.least)
 
 
 @gluon.jit
-def first_tile(lengths, num_rows, ROWS: gl.constexpr):
-    """Find this program's first tile (row, tokens the row sees, first token) and its number of tiles.
+def seen_by_block(lengths, block):
+    """Return how many tokens of the last rows of blocks are scored. Blocks count from first_row."""
+    if lengths.share == 1:
+        return visible(lengths, block)
+    else:
+        last = gl.minimum((block + 1) * lengths.share, lengths.num_rows) - 1
+        return gl.where(block * lengths.share < lengths.num_rows, visible(lengths, last), 0)
 
-    A program's tiles are neighbours, so that few programs change rows.
+
+@gluon.jit
+def first_tile(lengths):
+    """Find this program's first tile (block of rows, tokens it sees, first token) and its number of tiles.
+
+    A program's tiles are neighbours, so that few programs change blocks.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ids = gl.arange(0, ROWS, layout)
-    seen = visible(lengths, ids, num_rows)
+    ids = gl.arange(0, lengths.blocks, layout)
+    seen = seen_by_block(lengths, ids)
     tiles = (seen + TILE - 1) // TILE
     ends = gl.associative_scan(tiles, 0, add)
     total = gl.sum(tiles, 0)
@@ -101,9 +119,9 @@ def first_tile(lengths, num_rows, ROWS: gl.constexpr):
     more = total % gl.num_programs(0)  # so many programs have one tile more
     begin = gl.program_id(0) * each + gl.minimum(gl.program_id(0), more)
     count = each + (gl.program_id(0) < more).to(gl.int32)
-    row = gl.sum((ends <= begin).to(gl.int32), 0)
-    token = (begin - gl.sum(gl.where(ids == row, ends - tiles, 0), 0)) * TILE
-    return row, gl.sum(gl.where(ids == row, seen, 0), 0), token, count
+    block = gl.sum((ends <= begin).to(gl.int32), 0)
+    token = (begin - gl.sum(gl.where(ids == block, ends - tiles, 0), 0)) * TILE
+    return block, gl.sum(gl.where(ids == block, seen, 0), 0), token, count
 
 
 @gluon.jit
@@ -113,14 +131,14 @@ def add(x, y):
 
 
 @gluon.jit
-def next_tile(row, n, token, lengths, num_rows):
-    """Find the next tile: its row, the tokens that the row sees, its first token."""
+def next_tile(block, n, token, lengths):
+    """Find the next tile: its block of rows, the tokens that the block sees, its first token."""
     token += TILE
-    while (token >= n) & (row + 1 < num_rows):
-        row += 1
-        n = visible(lengths, row, num_rows)
+    while (token >= n) & ((block + 1) * lengths.share < lengths.num_rows):
+        block += 1
+        n = seen_by_block(lengths, block)
         token = token * 0
-    return row, n, token
+    return block, n, token
 
 
 @gluon.jit
@@ -137,17 +155,17 @@ def load_pages(descs, stages, stage, page0, page1):
 
 
 @gluon.jit
-def producer(descs, stages, lengths, table, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
+def producer(descs, stages, lengths, table, num_pages, STAGES: gl.constexpr):
     """Fill the stages as they become empty: a role of one warp. Reads the block table for 16 tiles at a time.
 
     A page that is outside the cache is replaced by page 0; `kernel_select` finds it too.
     """
     ids = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    row, n, token, count = first_tile(lengths, num_rows, ROWS)
+    block, n, token, count = first_tile(lengths)
     done = 0
     while done < count:
         tokens = token + ids * PAGE
-        request = ((lengths.first_row + row) // lengths.next_n).to(gl.int64)
+        request = ((lengths.first_row + block * lengths.share) // lengths.next_n).to(gl.int64)
         pages = gl.load(table + request * lengths.width + tokens // PAGE, mask=tokens < n, other=0)
         pages = gl.where((pages >= 0) & (pages < num_pages), pages, 0)
         here = gl.minimum(gl.minimum((n - token + TILE - 1) // TILE, 16), count - done)
@@ -158,20 +176,20 @@ def producer(descs, stages, lengths, table, num_rows, num_pages, ROWS: gl.conste
             mbarrier.wait(stages.empty.index(stage), (((done + i) // STAGES) & 1) ^ 1)
             load_pages(descs, stages, stage, page0, page1)
         done += here
-        row, n, token = next_tile(row, n, token + (here - 1) * TILE, lengths, num_rows)
+        block, n, token = next_tile(block, n, token + (here - 1) * TILE, lengths)
 
 
 @gluon.jit
-def load_queries(q, weights, queries, row, H: gl.constexpr, layout: gl.constexpr):
-    """Copy a row's queries to shared memory; return its weights [H]."""
+def load_queries(q, queries, row, count, H: gl.constexpr):
+    """Copy the queries of `count` rows to shared memory [.., H, HEAD_DIM]."""
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     heads = gl.arange(0, H, gl.SliceLayout(1, wide))
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
     role_barrier()
-    queries.store(gl.load(q + (row * H + heads)[:, None] * HEAD_DIM + d[None, :]))
+    for nth in range(count):
+        queries.index(nth).store(gl.load(q + ((row + nth) * H + heads)[:, None] * HEAD_DIM + d[None, :]))
     fence_async_shared()
     role_barrier()
-    return gl.load(weights + row * H + gl.arange(0, H, layout))
 
 
 @gluon.jit
@@ -179,6 +197,16 @@ def score(products, scale, weight):
     """Reduce products [tokens, heads] to the tokens' scores."""
     positive = maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0)
     return gl.sum(positive * weight[None, :], 1) * gl.abs(scale)
+
+
+@gluon.jit
+def score_of_signs(products, scale, weight, any_negative):
+    """Compute `score`, a third faster if no scale is negative."""
+    if any_negative:
+        s = score(products, scale, weight)
+    else:
+        s = gl.sum(maximum(products, 0.0) * weight[None, :], 1) * gl.abs(scale)
+    return s
 
 
 @gluon.jit
@@ -238,9 +266,15 @@ def keep_best_of_fours(fours, level, groups):
 
 
 @gluon.jit
-def consumer(
-    stages, queries, lengths, args, num_rows, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def keep_scores(args, s, row, token, n, width):
+    """Store the scores of a tile of a row, and the best keys of its groups. row counts from first_row."""
+    tokens = token + gl.arange(0, TILE, s.type.layout)
+    gl.store(args.logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
+    keep_best(s, token, n, args.groups + row * NUM_GROUPS)
+
+
+@gluon.jit
+def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constexpr):
     """Score every tile of this program: a role of four warps."""
     tiles = reinterpret(stages.pages, stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
     factors = reinterpret(stages.scales, gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -248,41 +282,58 @@ def consumer(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
     )
     zero = gl.full((TILE, H), 0.0, gl.float32, layout)
+    heads = gl.arange(0, H, gl.SliceLayout(0, layout))
     weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
-    row, n, token, count = first_tile(lengths, num_rows, ROWS)
-    loaded = row - 1
+    block, n, token, count = first_tile(lengths)
+    loaded = block - 1
     for i in range(count):
         stage = i % STAGES
-        if row != loaded:
+        row = block * lengths.share
+        num = gl.minimum(lengths.num_rows - row, lengths.share)  # rows of this block
+        if block != loaded:
             at = (lengths.first_row + row).to(gl.int64)
-            weight = load_queries(args.q, args.weights, queries, at, H, gl.SliceLayout(0, layout))
-            loaded = row
+            load_queries(args.q, queries, at, num if lengths.share > 1 else 1, H)
+            if lengths.share == 1:
+                weight = gl.load(args.weights + at * H + heads)
+            loaded = block
         mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
-        products = warpgroup_mma(tiles.index(stage), queries.permute((1, 0)), zero, use_acc=False)
-        scale = factors.index(stage).load(gl.SliceLayout(1, layout))
-        mbarrier.arrive(stages.empty.index(stage), count=1)
-        s = score(products, scale, weight)
-        tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
-        gl.store(args.logits + row.to(gl.int64) * lengths.width * PAGE + tokens, s, mask=tokens < n)
-        keep_best(s, token, n, args.groups + row * NUM_GROUPS)
-        row, n, token = next_tile(row, n, token, lengths, num_rows)
+        if lengths.share == 1:
+            products = warpgroup_mma(tiles.index(stage), queries.index(0).permute((1, 0)), zero, use_acc=False)
+            scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+            mbarrier.arrive(stages.empty.index(stage), count=1)
+            keep_scores(args, score(products, scale, weight), row, token, n, lengths.width)
+        else:
+            scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+            any_negative = gl.max((scale < 0.0).to(gl.int32), 0) > 0
+            for nth in range(num):
+                seen = n - (num - 1 - nth)
+                if (seen > token) & (seen > lengths.least):
+                    own = gl.load(args.weights + (lengths.first_row + row + nth).to(gl.int64) * H + heads)
+                    products = warpgroup_mma(
+                        tiles.index(stage), queries.index(nth).permute((1, 0)), zero, use_acc=False
+                    )
+                    s = score_of_signs(products, scale, own, any_negative)
+                    keep_scores(args, s, row + nth, token, seen, lengths.width)
+            mbarrier.arrive(stages.empty.index(stage), count=1)
+        block, n, token = next_tile(block, n, token, lengths)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
-    first_row, num_rows, width, num_pages,
-    NEXT_N: gl.constexpr, H: gl.constexpr, LEAST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    first_row, num_rows, width, num_pages, next_n,
+    H: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as the Triton kernel of this name does.
 
     values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
-    float32, of which the last of each page are its scales.
+    float32, of which the last of each page are its scales. BLOCKS: at least the number of blocks of SHARE rows; a block
+    may not have rows of two requests.
     """
     values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
-    queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
+    queries = gl.allocate_shared_memory(values_desc.dtype, [SHARE, H, HEAD_DIM], values_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     set_up_together()
@@ -297,10 +348,11 @@ def scores_kernel(
         ids = gl.arange(0, NUM_COUNTERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
             gl.store(counters + own * NUM_COUNTERS + ids, 0)
-    lengths = Lengths(seq_lens, first_row, NEXT_N, width, LEAST)
+    lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, SHARE, BLOCKS)
     stages = Stages(values, scales, full, empty)
     args = Rows(q, weights, logits, groups)
+    descs = Descriptors(values_desc, scales_desc)
     gl.warp_specialize([
-        (consumer, (stages, queries, lengths, args, num_rows, H, ROWS, STAGES)),
-        (producer, (Descriptors(values_desc, scales_desc), stages, lengths, table, num_rows, num_pages, ROWS, STAGES)),
-    ], [1], [40])  # fmt: skip
+        (consumer, (stages, queries, lengths, args, H, STAGES)),
+        (producer, (descs, stages, lengths, table, num_pages, STAGES)),
+    ], [1], [32 if SHARE > 1 else 40])  # fmt: skip

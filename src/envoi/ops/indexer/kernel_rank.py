@@ -94,8 +94,8 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
 
 @triton.jit(do_not_specialize=INTEGERS)
 def rank_kernel(
-    listed, classes, counters, logits, seq_lens, table, out, errors, first_row, num_rows, width,
-    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    listed, classes, counters, logits, seq_lens, table, out, errors, first_row, num_rows, width, next_n,
+    K: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Rank a bin of a row, or a 1 / SCORE_BINS share of its list; store the error, and -1 from the n-th place on.
 
@@ -105,8 +105,8 @@ def rank_kernel(
     part = tl.program_id(0)
     row = first_row + own
     counters += own * NUM_COUNTERS
-    n, error = tokens_of(seq_lens, counters, row, first_row + num_rows, NEXT_N, width)
-    table += (row // NEXT_N).to(tl.int64) * width
+    n, error = tokens_of(seq_lens, counters, row, first_row + num_rows, next_n, width)
+    table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     tl.store(errors + row, error, mask=part == 0)
     for first in range(part * FILL, K, SCORE_BINS * FILL):

@@ -140,9 +140,8 @@ def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
     keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
     level = level_of(n)
     size: tl.constexpr = tokens.shape[0]
-    HALVES: tl.constexpr = groups.dtype.element_ty == tl.int16
     for i in tl.static_range(TOP_LEVEL + 1):
-        if (size >> i) > 0 and (i > 0 or HALVES):
+        if (size >> i) > 0 and i >= least_level(groups):
             if level == i:
                 best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
                 at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
@@ -162,13 +161,13 @@ def place_of_tile(tile, ids, seen, tiles, ends):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
-    q, cache, scales, weights, seq_lens, table, logits, groups, counters, first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    q, cache, scales, weights, seq_lens, table, logits, groups, counters, first_row, num_rows, width, num_pages, next_n,
+    H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters, if any."""
     clear(counters, num_rows)
     ids = tl.arange(0, ROWS)
-    seen = scored(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width, LEAST)
+    seen = scored(seq_lens, first_row + ids, first_row + num_rows, next_n, width, LEAST)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
@@ -176,7 +175,7 @@ def scores_kernel(
         first = nth * TILE
         row = first_row + own
         tokens = first + tl.arange(0, TILE)
-        page, good = token_pages(table, row // NEXT_N, tokens, n, width, num_pages)
+        page, good = token_pages(table, row // next_n, tokens, n, width, num_pages)
         mask = (tokens < n) & good
         s = score_tile(Inputs(q, cache, scales, weights), row, page, tokens % PAGE, mask, H)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)

@@ -300,8 +300,8 @@ def choose_from_groups(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def select_kernel(
-    logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages,
-    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
+    logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
+    K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
     LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
@@ -318,9 +318,9 @@ def select_kernel(
     row = first_row + own
     if INTERPRETED:
         room += (own * PARTS + part) * words.NUM_WORDS
-    seen = visible(seq_lens, row, first_row + num_rows, NEXT_N, width)
+    seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
-    table += (row // NEXT_N).to(tl.int64) * width
+    table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     logits += tl.multiple_of(own.to(tl.int64) * width * PAGE, PAGE)
     groups += own * NUM_GROUPS

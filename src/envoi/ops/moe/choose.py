@@ -48,7 +48,7 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 # Rows of an expert on average, up to which the kernels for few tokens are faster than those for many.
 DECODE_ROWS, DECODE_ROWS_OF_NARROW_CHUNKS = 4, 1
-DECODE_MX_ROWS = {"fragments": 20, FP8_ORDER: 6}
+DECODE_MX_ROWS = {"fragments": 16, FP8_ORDER: 6}  # above, half of the experts have two tiles of 16 tokens
 DECODE_MX_ACTIVATIONS = ("swiglu", "swiglu_oai")  # these kernels take no other epilogue
 # Rows of an expert, up to which one launch is taken and from which on again, and how long it may take by the model
 # compared with two. It saves a launch's end and start and a search for each tile's expert, and mixes experts, which the
@@ -158,10 +158,11 @@ def decode_mx_layer(experts: ExpertWeights) -> few.Layer:
 
 def decode_mx_pays(experts: ExpertWeights, num_tokens: int, num_topk: int) -> bool:
     """Return True if the kernels for few tokens on MXFP4 or INT4 weights should be faster than those for many."""
+    slots, num_experts = num_tokens * num_topk, experts.num_local_experts
     rows = DECODE_MX_ROWS[experts.order]
-    if experts.order != FP8_ORDER and max(experts.hidden, experts.intermediate) > 64 * few_config.MANY_STEPS:
+    if few.configs_of(decode_mx_layer(experts), slots)[0].tile_tokens < 16 and experts.order != FP8_ORDER:
         rows = few_config.WIDE_FROM  # tiles have 8 tokens, for each of which all weights are read
-    return num_tokens * num_topk <= rows * experts.num_local_experts
+    return slots <= rows * num_experts
 
 
 def why_not_decode(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:

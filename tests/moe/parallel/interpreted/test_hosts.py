@@ -8,19 +8,19 @@ import torch
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import rail, rail_kernels
+from envoi.ops.moe.parallel.combine_kernels import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
+from envoi.ops.moe.parallel.failure import BEGUN, LOST
 from envoi.ops.moe.parallel.nvlink import (
     MAX_CHUNKS,
     REFUSED_ON_HOST,
+    SharedLayout,
     combine_barrier,
     num_chunks,
     pull_rows,
     run_local_experts,
+    set_peers,
 )
-from envoi.ops.moe.parallel.opening import Grid
-from envoi.ops.moe.parallel.oversee import BEGUN, LOST
-from envoi.ops.moe.parallel.rail import HostsLayout, Rail
-from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, set_peers
+from envoi.ops.moe.parallel.rail import Grid, HostsLayout, Rail
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
@@ -96,11 +96,11 @@ def ranks_of(
 ):  # fmt: skip
     grid, offsets = Grid.of(hosts), [0, *(expert_ends or ENDS[len(hosts)])]
     sizes = len(hosts), layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format, presum
-    layout = HostsLayout(SharedLayout(*sizes), grid.num_hosts)
+    layout = HostsLayout(SharedLayout(*sizes), grid.grid.shape[1])
     on = torch.device(device)
     opened = [rail.open_rail(layout, grid, rank, offsets, 1.0, on, shared=False) for rank in range(len(hosts))]
     for rank, buffers in enumerate(opened):
-        set_peers(buffers.domain, [opened[peer].domain.memory.data_ptr() for peer in grid.inside(rank)])
+        set_peers(buffers.domain, [opened[peer].domain.memory.data_ptr() for peer in grid.grid[:, grid.host[rank]]])
         for poisoned in (buffers.received, buffers.sent):
             poisoned.fill_(float("nan"))
     packed = [layer.pack(format, first, last) for first, last in pairwise(offsets)]

@@ -5,6 +5,7 @@ no other process, so ranks meet at a barrier before each wait, which then finds 
 """
 
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symmetric
 import triton.language as tl
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo
 
 from envoi.ops.moe import choose
-from envoi.ops.moe.parallel import api, dispatch_kernels, nvlink, opening, rail, symmetric_memory
+from envoi.ops.moe.parallel import dispatch_kernels, nvlink, opening, rail
 from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, num_chunks
 from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
@@ -79,7 +80,7 @@ def stand_in(rank: int, folder: str) -> None:
         meet()
         return SimpleNamespace(buffer_ptrs=[file.data_ptr() for file in files], files=files)
 
-    announce, barrier = rail.send_routing, rail.combine_barrier
+    announce, barrier = rail.send_routing, nvlink.combine_barrier
 
     def announce_in_turns(buffers) -> None:
         for turn in range(2):
@@ -99,18 +100,18 @@ def stand_in(rank: int, folder: str) -> None:
         barrier(domain)
 
     def rail_of(channel, group, names, name, timeout_s):
-        grid = opening.Grid.of(names)
-        return Rail(
-            opening._connect(channel, f"{name}/stand-in {grid.local_rank[rank]}", grid.rail(rank), timeout_s).data
-        )
+        grid = rail.Grid.of(names)
+        members = grid.grid[grid.local_rank[rank]].tolist()
+        store = PrefixStore(f"{name}/stand-in {members}", distributed_c10d._get_default_store())
+        return Rail(ProcessGroupGloo(store, members.index(rank), len(members), timedelta(seconds=timeout_s)))
 
     rail.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
     rail.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
-    rail.send_routing, rail.combine_barrier = announce_in_turns, meet_first
-    symmetric_memory._shareable, torch_symmetric.rendezvous = shareable, rendezvous
+    rail.send_routing, nvlink.combine_barrier = announce_in_turns, meet_first
+    nvlink._shareable, torch_symmetric.rendezvous = shareable, rendezvous
     nvlink.why_not_kernels = lambda experts: ""
     opening.dist.get_backend = lambda group: "nccl"
-    api.connect_rail, opening.check_backend = rail_of, lambda *_: None
+    opening.connect_rail = rail_of
     torch.cuda.device = lambda device: nullcontext()
     choose.decode_mx_pays = lambda *_: False
     nvlink.RANKED = nvlink.PIECE // 4  # as in conftest.py, in this process
@@ -194,7 +195,7 @@ def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
             raise RuntimeError("no way there\nand more")
         domain.handle = None
 
-    symmetric_memory.connect_part = fail
+    nvlink.connect_part, opening.gathering_pays = fail, lambda *_: False
     layer = Case("bf16", SMALL).build()
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **SIZES, hosts=list("aabb"), timeout_s=60.0)
     return parallel.exchange, parallel.why, parallel._calls is None

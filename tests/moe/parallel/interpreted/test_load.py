@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from envoi.ops.moe.parallel.combine_kernels import LOST, OUTCOME
 from envoi.ops.moe.parallel.load import HISTORY, NO_CALL, load_of
-from envoi.ops.moe.parallel.shared_device import LOST, OUTCOME
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.domains import use

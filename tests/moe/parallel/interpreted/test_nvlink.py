@@ -7,8 +7,8 @@ import torch
 
 from envoi.epilogues.activation import written
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import dispatch_kernels, nvlink, shared_device
-from envoi.ops.moe.parallel.shared_device import (
+from envoi.ops.moe.parallel import combine_kernels, dispatch_kernels, nvlink
+from envoi.ops.moe.parallel.combine_kernels import (
     BAD_IDS,
     FINE,
     LATE_AT_COMBINE,
@@ -17,7 +17,7 @@ from envoi.ops.moe.parallel.shared_device import (
     OUTCOME,
     REFUSED,
 )
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.permute import sort_slots
 from envoi.quant import FORMATS
 from envoi.types import Routing
@@ -110,7 +110,7 @@ def test_no_tokens_at_all():
 def test_the_host_knows_the_kernels_constants(monkeypatch):
     monkeypatch.undo()  # not the sizes for the interpreter
     assert set(nvlink.LATE_STEPS) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value}
-    assert shared_device.REFUSED_ON_HOST.value == nvlink.REFUSED_ON_HOST
+    assert combine_kernels.REFUSED_ON_HOST.value == nvlink.REFUSED_ON_HOST
     assert (dispatch_kernels.PIECE.value, dispatch_kernels.RANKED.value) == (nvlink.PIECE, nvlink.RANKED)
 
 

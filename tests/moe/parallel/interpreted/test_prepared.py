@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
-from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.combine_kernels import BAD_IDS, LATE_AT_COMBINE
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared import replay
 from envoi.types import Routing

@@ -1,6 +1,7 @@
 """Config of the kernel for few tokens: its tiles, its shared memory, the sizes it takes."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from envoi.constant import Constant
 from envoi.runtime.devices import SHARED_BYTES
@@ -11,8 +12,12 @@ UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that div
 UNROLLED_FP8 = (9, 8, 7, 6, 5, 4, 3)  # no product waits for its factor, which leaves registers for more steps
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
 MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
-MANY_STEPS = 96  # of K; above, the tokens of tiles of 16 wouldn't fit the shared memory
+SM_WARPS = 16  # that 128 registers a thread leave room for
+# Tokens of a tile and warps of a CTA. The first that fills an SM is taken: tokens' whole K is in shared memory, so that
+# where they are wide fewer CTAs fit, of more warps. Tiles of 16 by 4 warps are slower.
+TILES = (16, 8), (16, 16), (8, 4), (8, 8), (8, 16)
 LATE = 2  # steps of five, in tiles of 16
+LATE_INT4 = {(1, True): 1, (1, False): 1, (2, True): 3, (2, False): 2}  # by words of factors a step, and whether L1
 SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16
 RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go to reductions
 
@@ -28,19 +33,14 @@ class Int4Form(Constant):
     half: bool
     has_zeros: bool
 
-    @property
-    def up(self) -> float:
-        """What sums of E4M3 weights have yet to be multiplied by, more than those of MXFP4: 2^8 or 2^9 is all of it."""
-        return 16.0 if self.has_zeros else 8.0
-
 
 @dataclass(frozen=True)
 class FewConfig(Constant):
     """Constants of the kernel for few tokens.
 
-    tile_tokens: 8 or 16 tokens of a tile. num_warps: 4 or 8, or 16 of `fp8`, each with 16 features.
-    num_steps: K / 64. room_steps: that of the GEMM with the larger K. Both take as much shared memory: while CTAs of
-        the first end and those of the second begin, none finds a gap that is too small for it.
+    tile_tokens: 8 or 16 tokens of a tile. num_warps: 4, 8 or 16, each with 16 features.
+    num_steps: K / 64. room_steps: steps of tokens for which there is shared memory, in both GEMMs: while CTAs of the
+        first end and those of the second begin, none finds a gap that is too small for it.
     unroll: steps of K whose weights are requested together, the unit in which work is shared out.
     is_l1: gate and up in, tokens of the second GEMM out; else the second GEMM. activation, limit: of `is_l1`.
     max_experts: a power of two, at least 32. max_slots: a power of two if the first GEMM reads ids itself, else 0.
@@ -51,6 +51,7 @@ class FewConfig(Constant):
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
     int4: form of INT4 weights, None for MXFP4.
+    sums_hidden: of `is_l1`: store sums of the second GEMM's tokens, whose weights have zero points.
     """
 
     tile_tokens: int
@@ -70,16 +71,12 @@ class FewConfig(Constant):
     fp8: bool = False
     looks_up: bool = False
     int4: Int4Form | None = None
+    sums_hidden: bool = False
 
     @property
     def words_per_step(self) -> int:
         """Return the words of factors that a pair of rows has in a step."""
         return 1 if self.int4 is None else self.int4.per_step
-
-    @property
-    def holds_more(self) -> bool:
-        """Return True if a step's factors take so many registers that one step less is requested a group earlier."""
-        return self.is_l1 and self.int4 is not None and self.words_per_step == 2 and not self.int4.has_zeros
 
     @property
     def shares_factors(self) -> bool:
@@ -127,46 +124,75 @@ class FewConfig(Constant):
         return -(-self.num_steps // 16)
 
     @property
-    def room_slabs(self) -> int:
-        """Slabs of the GEMM with the larger K."""
-        return -(-self.room_steps // 16)
-
-    @property
     def groups_per_step(self) -> int:
-        """Groups of features in a step of L2 whose tokens share a power of two: the features of one tile of L1."""
-        return 2 // self.num_row_tiles
+        """Groups of features in a step of L2 whose tokens share a power of two: those of a tile of L1, at most 64."""
+        return 2 if self.num_row_tiles == 1 else 1
 
     @property
     def num_k_groups(self) -> int:
-        """Room for all groups' factors; a power of two."""
-        return next_power_of_2(self.groups_per_step * self.room_steps)
+        """Room for the factors of a token's groups, of the second GEMM; a power of two, 0 if there are none."""
+        return 0 if self.is_l1 or self.fp8 else _room(self.groups_per_step * self.num_steps)
 
     @property
-    def factor_steps(self) -> int:
-        """Steps whose tokens take at least as many bytes as the factors, of 4 bytes each."""
-        if self.fp8:
-            return 0
+    def has_zeros(self) -> bool:
+        """Return True if weights have zero points."""
+        return self.int4 is not None and self.int4.has_zeros
+
+    @property
+    def zeros_per_group(self) -> int:
+        """Zero points of a row in a group of steps."""
+        return self.unroll * self.words_per_step if self.has_zeros else 0
+
+    @property
+    def sums_per_group(self) -> int:
+        """Room for the sums of a token's numbers that share these: K of one or two products in TF32."""
+        return max(8, next_power_of_2(self.zeros_per_group)) if self.has_zeros else 0
+
+    @property
+    def zero_loads(self) -> int:
+        """Loads with which four threads have these zero points."""
+        return -(-self.zeros_per_group // 4)
+
+    @property
+    def sums_at(self) -> int:
+        """Steps of shared memory in front of these sums: those of tokens and of their factors."""
+        return self.num_slabs * 16 + self.num_k_groups // 32
+
+    @property
+    def own_steps(self) -> int:
+        """Steps of tokens that take as much shared memory as this GEMM needs."""
         from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
 
-        steps = -(-self.num_k_groups // 32)
+        steps = self.sums_at + -(-self.num_groups * self.sums_per_group // 32)
         return -(-steps // 16) * 16 if WHOLE_VIEWS else steps
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return (self.room_slabs * 16 + self.factor_steps) * self.tile_tokens * self.token_bytes + RESERVED
+        return self.room_steps * self.tile_tokens * self.token_bytes + RESERVED
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs of an SM: as many as fit, at 128 registers a thread."""
-        return min(SHARED_BYTES // self.shared_bytes, 16 // self.num_warps)
+        return min(SHARED_BYTES // self.shared_bytes, SM_WARPS // self.num_warps)
+
+    @property
+    def warps_per_sm(self) -> int:
+        """Warps of all CTAs of an SM."""
+        return self.ctas_per_sm * self.num_warps
 
 
-def unroll_of(num_steps: int) -> int:
-    """Return the steps of K that are requested together."""
-    return next((u for u in UNROLLED if num_steps % u == 0), UNROLLED[0])
+def _room(count: int) -> int:
+    """Return a length of vectors that holds so many: a power of two of float32, whole steps of tokens."""
+    return max(32, next_power_of_2(count))
 
 
+def unroll_of(num_steps: int, allowed: tuple[int, ...]) -> int:
+    """Return the steps of K that are requested together: the first allowed that divides K / 64, else the other one."""
+    return next((u for u in allowed if num_steps % u == 0), 8 if allowed is UNROLLED_FP8 else UNROLLED[0])
+
+
+@cache
 def few_configs(
     hidden: int,
     intermediate: int,
@@ -180,36 +206,39 @@ def few_configs(
     forms: tuple[Int4Form | None, Int4Form | None] = (None, None),
 ) -> tuple[FewConfig, FewConfig]:
     """Return the configs of both GEMMs for so many slots of all tokens."""
-    l1, l2, room = hidden // 64, intermediate // 64, max(hidden, intermediate) // 64
-    wide = num_slots > WIDE_FROM * num_experts and (fp8 or room <= MANY_STEPS)
-    tile, experts = (16, 8) if wide else (8, 4), max(32, next_power_of_2(num_experts))
+    wide = num_slots > WIDE_FROM * num_experts
+    experts = max(32, next_power_of_2(num_experts))
     slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
-    first = FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots)
-    second = FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts)
-    first, second = replace(first, int4=forms[0]), replace(second, int4=forms[1])
-    if fp8:
-        first, second = (_with_fp8(config, looks_up) for config in (first, second))
-    return _requesting(first, wide, slots > 0), _requesting(second, wide, slots > 0)
+
+    l1, l2 = hidden // 64, intermediate // 64
+    unrolls = UNROLLED_FP8 if fp8 and not looks_up else UNROLLED
+    common = FewConfig(
+        8, 4, l1, 0, unroll_of(l1, unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
+        looks_up=looks_up, int4=forms[0], sums_hidden=forms[1] is not None and forms[1].has_zeros,
+    )  # fmt: skip
+
+    def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
+        first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps)
+        second = replace(
+            first, num_steps=l2, unroll=unroll_of(l2, unrolls), is_l1=False, activation="", limit=None, max_slots=0,
+            int4=forms[1], sums_hidden=False,
+        )  # fmt: skip
+        room = max(first.own_steps, second.own_steps)
+        return replace(first, room_steps=room), replace(second, room_steps=room)
+
+    tiles = (tile for tile in TILES if wide or tile[0] == 8)
+    full = (configs for configs in (pair(*tile) for tile in tiles) if configs[0].warps_per_sm == SM_WARPS)
+    first, second = next(full, None) or pair(*TILES[-1])
+    return _requesting(first, slots > 0), _requesting(second, slots > 0)
 
 
-def _with_fp8(config: FewConfig, looks_up: bool) -> FewConfig:
-    """Return the config for FP8 tokens: 8 in a tile if 16 don't fit, and 16 warps on an SM as far as those fit."""
-    config = replace(config, fp8=True, looks_up=looks_up)
-    if not looks_up:
-        unroll = next((u for u in UNROLLED_FP8 if config.num_steps % u == 0), UNROLLED_FP8[1])
-        config = replace(config, unroll=unroll)
-    if config.shared_bytes > SHARED_BYTES:
-        config = replace(config, tile_tokens=8)
-    warps = (replace(config, num_warps=num_warps) for num_warps in (4, 8, 16) if num_warps >= config.num_warps)
-    return next((fits for fits in warps if fits.ctas_per_sm * fits.num_warps == 16), config)
-
-
-def _requesting(config: FewConfig, wide: bool, is_short: bool) -> FewConfig:
+def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
     """Return the config with the way in which it requests weights that was measured to be fastest.
 
     is_short: so few slots that a CTA has few groups.
     """
-    if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
-        return replace(config, late=LATE + config.holds_more)
+    wide = config.tile_tokens == 16
+    if wide and not config.fp8 and not config.has_zeros and config.unroll == 5 and config.num_steps % 5 == 0:
+        return replace(config, late=LATE if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1])
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not is_short)

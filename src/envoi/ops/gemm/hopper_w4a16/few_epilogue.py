@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from envoi.epilogues.device import bf16, divide, group_amax, maximum, minimum, sigmoid, silu
 from envoi.runtime.aggregate import Scalar, aggregate
 
-GROUP = gl.constexpr(32)  # features that share a power of two
+GROUP = gl.constexpr(32)  # features of a tile of weights: of places that the second GEMM's tokens have in common
 E4M3_MAX = gl.constexpr(448.0)
 
 
@@ -18,6 +18,7 @@ class Outputs:
     bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
     out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
     32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
+    out_sums: float32 pointer [rows, I / 32] of the first GEMM if the second one's weights have zero points, else None.
     With FP8 tokens out is bf16 of both, and out_factors int32 [rows], the bits of a row's largest magnitude.
     token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by; of the second GEMM
     of FP8 tokens int32, the bits of the largest magnitude.
@@ -28,6 +29,7 @@ class Outputs:
     row_weights: gl.tensor
     out: gl.tensor
     out_factors: gl.tensor
+    out_sums: Scalar
     token_factors: gl.tensor
     num_row_tiles: Scalar
     cfg: gl.constexpr
@@ -140,26 +142,46 @@ def store_split(h, tile, outputs):
     """Store activations [features, tokens] times the routing weight, rounded to bf16, as two E4M3 and their factors."""
     cfg: gl.constexpr = outputs.cfg
     T: gl.constexpr = cfg.tile_tokens
-    num_groups: gl.constexpr = cfg.num_row_tiles
-    h = h.reshape([num_groups, GROUP, T])
+    shared: gl.constexpr = 64 // cfg.groups_per_step  # features that share a power of two
+    num_groups: gl.constexpr = GROUP * cfg.num_row_tiles // shared
+    h = h.reshape([num_groups, shared, T])
     layout: gl.constexpr = h.type.layout
     columns3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
     weights = of_columns(outputs.row_weights, tile, T, columns3)
     h = bf16(h * weights[None, None, :]).to(gl.float32)
     # As integers, magnitudes compare as they do as numbers, and NaN is above all.
-    largest = gl.max(gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
-    high, low, factors = split_scaled(h, gl.convert_layout(largest, columns3)[None, None, :])
+    largest = gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    high, low, factors = split_scaled(h, largest[:, None, :])
     token = tile.token + gl.arange(0, T, columns3)[None, None, :]
-    group = tile.row_tile + gl.arange(0, num_groups, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    j = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    i = gl.arange(0, num_groups, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    j = gl.arange(0, shared, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    group = tile.row_tile + i * (shared // GROUP) + j // GROUP
     inside = (token < tile.token_end) & (group < outputs.num_row_tiles)
     at = token.to(gl.int64) * outputs.num_row_tiles + group
     # In a group, place (k16, t, b, k8) is feature (k16, k8, t, b): see `envoi.quant.fragments`.
     place = at * 64 + ((j & 16) | ((j & 6) << 1) | ((j & 1) << 1) | ((j & 8) >> 3))
     gl.store(outputs.out + place, high.to(gl.uint8, bitcast=True), mask=inside)
     gl.store(outputs.out + place + GROUP, low.to(gl.uint8, bitcast=True), mask=inside)
-    at = token.to(gl.int64) * (outputs.num_row_tiles // num_groups) + tile.row_tile // num_groups
-    gl.store(outputs.out_factors + at, factors, mask=token < tile.token_end)
+    group = tile.row_tile // (shared // GROUP) + i
+    count = outputs.num_row_tiles // (shared // GROUP)
+    inside = (token < tile.token_end) & (group < count)
+    gl.store(outputs.out_factors + token.to(gl.int64) * count + group, factors, mask=inside)
+    if cfg.sums_hidden:
+        store_sums(h, tile, outputs)
+
+
+@gluon.jit
+def store_sums(h, tile, outputs):
+    """Store an eighth of the sums of 32 activations: what products with weights 2^-8 come to, as in `tokens`."""
+    T: gl.constexpr = h.shape[2]
+    num_tiles: gl.constexpr = outputs.cfg.num_row_tiles
+    h = h.reshape([num_tiles, GROUP, T])
+    layout: gl.constexpr = gl.SliceLayout(1, h.type.layout)
+    x = gl.sum(h, axis=1) * 0.125
+    token = tile.token + gl.arange(0, T, gl.SliceLayout(0, layout))[None, :]
+    group = tile.row_tile + gl.arange(0, num_tiles, gl.SliceLayout(1, layout))[:, None]
+    inside = (token < tile.token_end) & (group < outputs.num_row_tiles)
+    gl.store(outputs.out_sums + token.to(gl.int64) * outputs.num_row_tiles + group, x, mask=inside)
 
 
 @gluon.jit

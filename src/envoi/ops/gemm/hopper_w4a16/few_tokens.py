@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from envoi.epilogues.device import divide, group_amax
+from envoi.ops.gemm.hopper_w4a16.int4 import to_tf32
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
@@ -21,7 +22,7 @@ E4M3_MAX = gl.constexpr(448.0)
 def copy_slabs(values, slabs, tile, cfg: gl.constexpr, BYTES: gl.constexpr):
     """Start to copy the tokens of a tile to shared memory; a step of K has BYTES of them.
 
-    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [room_slabs, SLAB, tile_tokens, BYTES].
+    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [num_slabs, SLAB, tile_tokens, BYTES].
     """
     warps: gl.constexpr = gl.num_warps()
     lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [128 // BYTES, 4, BYTES // 16], [warps // 2, 2, 1], [2, 1, 0])
@@ -43,40 +44,94 @@ class Tokens:
     """Tokens split into two E4M3, in global memory, sorted by expert, and those of a tile in shared memory.
 
     values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
-    [rows, groups_per_step * num_steps] for the second.
+    [rows, groups_per_step * num_steps] for the second. sums: float32 pointer [rows, K / 32], of tokens for weights with
+    zero points (`start_zeros`), else None.
     """
 
     values: gl.tensor
     factors: gl.tensor
-    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 128]
-    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second GEMM
+    sums: Scalar
+    steps: gl.shared_memory_descriptor  # E4M3 [room_steps, tile_tokens, 128]
     cfg: gl.constexpr
 
     @staticmethod
     @gluon.jit
-    def create(values, factors, cfg: gl.constexpr):
+    def create(values, factors, sums, cfg: gl.constexpr):
         """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
-        T: gl.constexpr = cfg.tile_tokens
-        num_slabs: gl.constexpr = cfg.room_slabs
-        num_steps: gl.constexpr = num_slabs * SLAB + cfg.factor_steps
-        by_step: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        by_slab: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        steps = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_steps, cfg.tile_tokens, 128], layout)
+        return Tokens(values, factors, sums, steps, cfg)
+
+    @gluon.jit
+    def group_factors(self, layout: gl.constexpr):
+        """Return the tokens' factors in shared memory, float32 [num_k_groups, tile_tokens], of the second GEMM."""
+        cfg: gl.constexpr = self.cfg
+        count: gl.constexpr = cfg.num_k_groups
         matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        num_groups: gl.constexpr = cfg.num_k_groups
-        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_steps, T, 128], by_step)
-        slabs = reinterpret(steps, gl.float8e4nv, [num_slabs, SLAB, T, 128], by_slab)
-        views = reinterpret(steps, gl.float32, [num_steps * 32 // num_groups, num_groups, T], matrix)
-        group_factors = reinterpret(views.index(num_slabs * SLAB * 32 // num_groups), gl.float32, [num_groups, T], rows)
-        return Tokens(values, factors, slabs, group_factors, cfg)
+        views = reinterpret(self.steps, gl.float32, [cfg.room_steps * 32 // count, count, cfg.tile_tokens], matrix)
+        place: gl.constexpr = cfg.num_slabs * SLAB * 32 // count
+        return reinterpret(views.index(place), gl.float32, [count, cfg.tile_tokens], layout)
+
+    @gluon.jit
+    def factor(self, step, GROUP: gl.constexpr, layout: gl.constexpr):
+        """Return the factors of the tokens' numbers of a step of the second GEMM, of its group GROUP."""
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        return self.group_factors(rows).index(self.cfg.groups_per_step * step + GROUP).load(layout)
+
+    @gluon.jit
+    def sums_of(self, group):
+        """Return the sums of a group of steps, [sums_per_group, tile_tokens], as an operand."""
+        begin: gl.constexpr = self.cfg.sums_at * 32 // self.cfg.sums_per_group
+        return self.sum_views(1, 2).index(begin + group).permute((1, 0))
+
+    @gluon.jit
+    def sum_views(self, COUNT: gl.constexpr, RANK: gl.constexpr):
+        """Return shared memory as float32 [.., COUNT, tile_tokens, sums_per_group]; without COUNT if RANK is 2."""
+        cfg: gl.constexpr = self.cfg
+        S: gl.constexpr = cfg.sums_per_group
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=4 * S, element_bitwidth=32, rank=RANK)
+        num_views: gl.constexpr = cfg.room_steps * 32 // S // COUNT
+        if RANK == 2:
+            return reinterpret(self.steps, gl.float32, [num_views, cfg.tile_tokens, S], layout)
+        else:
+            return reinterpret(self.steps, gl.float32, [num_views, COUNT, cfg.tile_tokens, S], layout)
+
+    @gluon.jit
+    def fetch_sums(self, tile, FIRST: gl.constexpr, REST: gl.constexpr):
+        """Load the sums of REST groups of steps from FIRST on, 0 where there are none; powers of two at once."""
+        cfg: gl.constexpr = self.cfg
+        S: gl.constexpr = cfg.sums_per_group
+        T: gl.constexpr = cfg.tile_tokens
+        BEGIN: gl.constexpr = cfg.sums_at * 32 // S + FIRST
+        COUNT: gl.constexpr = power_within(REST, BEGIN)
+        num_steps: gl.constexpr = cfg.num_steps
+        EACH: gl.constexpr = 2 // cfg.words_per_step
+        lay: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 32 // S, S], [gl.num_warps(), 1, 1], [2, 1, 0])
+        group = FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+        token = tile.token + gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
+        j = gl.arange(0, S, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
+        place = group * cfg.zeros_per_group + j
+        inside = (token < tile.token_end) & (j < cfg.zeros_per_group) & (place < num_steps * cfg.words_per_step)
+        at = self.sums + token.to(gl.int64) * (2 * num_steps) + place * EACH
+        x = gl.load(at, mask=inside, other=0.0)
+        if EACH == 2:
+            x += gl.load(at + 1, mask=inside, other=0.0)
+        self.sum_views(COUNT, 3).index(BEGIN // COUNT).store(to_tf32(x))
+        if REST > COUNT:
+            self.fetch_sums(tile, FIRST + COUNT, REST - COUNT)
 
     @gluon.jit
     def fetch(self, tile):
         """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
-        copy_slabs(self.values, self.slabs, tile, cfg, 128)
+        num_slabs: gl.constexpr = cfg.num_slabs
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+        slabs = reinterpret(self.steps, gl.float8e4nv, [num_slabs, SLAB, cfg.tile_tokens, 128], layout)
+        copy_slabs(self.values, slabs, tile, cfg, 128)
         if not cfg.is_l1:
             self.fetch_factors(tile)
+        if cfg.has_zeros:
+            self.fetch_sums(tile, 0, cfg.num_groups)
         async_copy.wait_group(0)
         fence_async_shared()
         role_barrier()
@@ -86,21 +141,18 @@ class Tokens:
         """Load the tokens' factors, K outermost."""
         cfg: gl.constexpr = self.cfg
         num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
-        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
+        over_tokens: gl.constexpr = min(gl.num_warps(), 4)
+        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps() // over_tokens, over_tokens], [0, 1])
         g = gl.arange(0, cfg.num_k_groups, gl.SliceLayout(1, lay))[:, None]
         token = tile.token + gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, lay))[None, :]
         mask = (token < tile.token_end) & (g < num_groups)
         x = gl.load(self.factors + token.to(gl.int64) * num_groups + g, mask=mask, other=0.0)
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        reinterpret(self.group_factors, gl.float32, [cfg.num_k_groups, cfg.tile_tokens], plain).store(x)
+        self.group_factors(gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(x)
 
     @gluon.jit
     def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
         """Return high or low [32, tile_tokens] of block 0 or 1 of a step."""
-        T: gl.constexpr = self.cfg.tile_tokens
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 128], layout)
-        return steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
+        return self.steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
 
 
 @aggregate
@@ -115,7 +167,7 @@ class Fp8Tokens:
     values: gl.tensor
     largest: gl.tensor
     tables: Scalar
-    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 64]
+    slabs: gl.shared_memory_descriptor  # E4M3 [room_steps / SLAB, SLAB, tile_tokens, 64]
     cfg: gl.constexpr
 
     @staticmethod
@@ -123,7 +175,7 @@ class Fp8Tokens:
     def create(values, largest, tables, cfg: gl.constexpr):
         """Allocate shared memory for a tile's tokens, as much for both GEMMs."""
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=3)
-        slabs = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_slabs, SLAB, cfg.tile_tokens, 64], layout)
+        slabs = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_steps // SLAB, SLAB, cfg.tile_tokens, 64], layout)
         return Fp8Tokens(values, largest, tables, slabs, cfg)
 
     @gluon.jit
@@ -176,8 +228,14 @@ class Fp8Tokens:
         """Return block 0 or 1 of a step, [32, tile_tokens]."""
         T: gl.constexpr = self.cfg.tile_tokens
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 64], layout)
+        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_steps, T, 64], layout)
         return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
+
+
+@gluon.constexpr_function
+def power_within(count, place):
+    """Return the largest power of two that isn't larger than a count and divides a place."""
+    return min(1 << (count.bit_length() - 1), place & -place)
 
 
 @gluon.constexpr_function

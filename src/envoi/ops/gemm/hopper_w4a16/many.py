@@ -42,7 +42,7 @@ def run(
     M, N = a.shape[0], b.shape[-2]
     tensors, pointers = operand_tensors(ir, operands, b.shape[0])
     written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
-    if M == 0:
+    if M == 0 or b.shape[0] == 0:
         return triton_host.finish_outputs(ir, written, offsets)
     if rows_must_fit(ir):
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)

@@ -34,7 +34,10 @@ def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.con
 
 @triton.jit
 def split_token(x, HARDWARE: tl.constexpr):
-    """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
+    """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`.
+
+    high + low is x * 32 / factor.
+    """
     # As integers, magnitudes compare as they do as numbers, and NaN is above all.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     exponent = tl.maximum(largest >> 23, 8)
@@ -63,15 +66,19 @@ def scale_token(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def permute_kernel(
-    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, largest, num_tokens,
-    num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EXPERTS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_sums, row_weights, largest,
+    num_tokens, num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write one token to the rows of its slots; programs from num_tokens on: the offsets of EXPERTS experts each.
+    """Write one token to the rows of its slots, or of every EACH-th; the programs behind these: EXPERTS offsets each.
+
+    EACH: programs of a token. One writes 8 rows of 7168 columns in more than a microsecond.
 
     topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
     in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
-    have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+    have yet to be multiplied by. row_sums: None, or float32 [num_tokens * K, width / 32], sums of a group
+    for weights with zero points (`finish_step_with_zeros`), times 1 / (8 factor): 32 / factor as high and low, 2^-8 as
+    INT4 weights in E4M3. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
 
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
@@ -80,10 +87,11 @@ def permute_kernel(
     """
     if OVERLAP:
         gdc_launch_dependents()
-    m = tl.program_id(0)
+    m = tl.program_id(0) // EACH
+    own_slot = tl.program_id(0) % EACH
     num_slots = num_tokens * K
     if m >= num_tokens:
-        own = (m - num_tokens) * EXPERTS + tl.arange(0, EXPERTS)
+        own = (tl.program_id(0) - num_tokens * EACH) * EXPERTS + tl.arange(0, EXPERTS)
         before = count_before(topk_ids, own, own * 0, num_slots, num_experts, EXPERTS, BLOCK)
         tl.store(offsets + own, before, mask=own <= num_experts)
     else:
@@ -105,7 +113,7 @@ def permute_kernel(
             tl.store(largest + pos, tl.zeros((SLOTS,), tl.int32), mask=pos >= 0)
             x, factor = scale_token(widen(x), HARDWARE)
             tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
-            for slot in range(K):
+            for slot in range(own_slot, K, EACH):
                 row = tl.sum(tl.where(s == slot, pos, 0), 0)
                 if row >= 0:
                     tl.store(rows + row.to(tl.int64) * width + c, x, mask=c < width)
@@ -115,9 +123,15 @@ def permute_kernel(
         high, low, factor = split_token(x, HARDWARE)
         place = c // GROUP * (2 * GROUP) + c % GROUP
         tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
-        for slot in range(K):
+        if row_sums is not None:
+            group = tl.arange(0, WIDTH // GROUP)
+            sums = tl.sum(tl.reshape(x * divide(0.125, factor), (WIDTH // GROUP, GROUP)), 1)
+        for slot in range(own_slot, K, EACH):
             row = tl.sum(tl.where(s == slot, pos, 0), 0)
             if row >= 0:
                 at = rows + row.to(tl.int64) * (2 * width) + place
                 tl.store(at, high, mask=c < width)
                 tl.store(at + GROUP, low, mask=c < width)
+                if row_sums is not None:
+                    count = width // GROUP
+                    tl.store(row_sums + row.to(tl.int64) * count + group, sums, mask=group < count)

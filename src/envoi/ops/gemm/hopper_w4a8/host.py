@@ -49,7 +49,7 @@ def run(
     The product is of the weights without their scale, which is the epilogue's to multiply by, as with NVFP4.
     """
     written = empty_outputs(ir, output_specs(ir, out_dtype), a.shape[0], b.shape[-2], a.device, grouping.to)
-    if a.shape[0] > 0:
+    if a.shape[0] > 0 and b.shape[0] > 0:
         scaled = with_token_scale(ir)
         tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)

@@ -14,48 +14,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from envoi.check import describe, expect_tensor
-from envoi.ops.moe.op import (
-    as_rows,
-    check_call,
-    check_tokens,
-    constants_of,
-    empty_out,
-    flatten,
-    mlp_flops,
-    tensors_of,
-    unflatten,
-    widened,
-)
-from envoi.ops.moe.parallel.collectives import gather_texts
-from envoi.ops.moe.parallel.exchange import Exchange, OnDevice, Owner, Rows, Team, domain_of, run_layer
+from envoi.ops.moe import op
+from envoi.ops.moe.parallel import opening
+from envoi.ops.moe.parallel.collectives import complaint, refuse_together
+from envoi.ops.moe.parallel.exchange import OnDevice, Owner, Rows, Team
 from envoi.ops.moe.parallel.load import Load, empty_history, load_of
-from envoi.ops.moe.parallel.memory import open_exchange
-from envoi.ops.moe.parallel.opening import (
-    DEFAULT_TIMEOUT_S,
-    EXCHANGES,
-    HOSTNAME,
-    OPENING,
-    agree_on_hosts,
-    agree_on_kernels,
-    agree_on_sizes,
-    check_options,
-    check_out,
-    check_sizes,
-    complaint,
-    connect_hosts,
-    connect_rail,
-    device_and_timeout,
-    name_object,
-    open_channel,
-    raise_together,
-    ranks_by_store,
-    resolve_group,
-    wanted_by,
-)
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.trace import STEP as TRACE
-from envoi.ops.moe.parallel.trace import Timeline, trace_call, untraceable
-from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, unbounded
+from envoi.ops.moe.parallel.trace import Timeline, trace_call
+from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together
 from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
@@ -67,6 +34,7 @@ from envoi.types import ExpertWeights, Matrix, Routing
 # The operator finds its object by name.
 CLOSED = "ExpertParallel: expected an open object, got one that was closed"
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
+_serials: dict[str, itertools.count] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,36 +62,30 @@ class ExpertParallel:
         group. Every rank of it makes the object, with the same hidden, intermediate, format, activation and timeout_s;
         the number of experts may differ.
     timeout_s: bounds every wait for a peer, and during the opening their sum; NCCL has 30 s to connect, at least.
-    max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
-        each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
-        max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
-        objects of the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk
-        rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
-        device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
-        order on every rank, on one stream. In the first call, or in `warm_up`, the ranks compile all that calls with
-        up to max_tokens tokens need, and wait for each other; no later call compiles. Other ranks, over NCCL
-        and gloo, gather all tokens with collectives of constant size, if `envoi.estimates.exchange` predicts that this
-        is faster than to count first; over NCCL what is said above of the host, graphs, order and compiling is true of
-        that too, and room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the
-        experts' format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles then.
-    exchange: how tokens are exchanged and what is sent back.
-        "auto": the fastest way that there is, which may be "sums" over NVLink if a model of the time predicts it;
-        "rows": the fastest way that sends a row for every slot back, which gives the bits of one rank;
-        "sums": a token's rows are summed on each rank before they are sent back: fewer bytes sent, but none of them
-        during the second GEMM, one rounding more, and bits that depend on the number of ranks. Over NVLink the room in
-        bf16 is then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of
-        intermediate. Where tokens are counted it is "rows";
-        "hosts", "hosts+sums": a token crosses to another host once, between ranks of the same place on their hosts, and
-        is passed on there, between GPUs by the kernels of NVLink; its rows come back the same way, one for each slot,
-        or one sum for each host. Hosts have equally many ranks. If GPUs of a host don't reach each other's memory rows
-        travel between all ranks alike (`why` says so). Over NCCL the room of max_tokens is that of NVLink for the
-        tokens of num_ranks / ranks of a host ranks, in bf16 once more;
-        "gathered", "gathered+sums": by collectives of constant size between all ranks alike, not over NVLink;
-        "counted": by collectives of counted rows. All but "auto", "rows", "sums" and "counted" need max_tokens and
+    max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, unless counted, a call
+        copies no size to the host, never waits for the device, and can be captured in a CUDA graph; all objects of a
+        group must be called and replayed in the same order on every rank, on one stream; and memory for the most rows
+        there can be is allocated once for all of the same sizes (docs/several_machines.md). In the first call, or in
+        `warm_up`, the ranks compile all that calls need, and wait for each other; no later call compiles.
+    exchange: how tokens are exchanged, and what is sent back. Those with "hosts" or "gathered" need max_tokens and
         num_topk.
-    num_sms: the most multiprocessors that a call takes, as far as its launches' grids say, as in `envoi.gemm`; it may
-        differ by rank. None = all.
-    hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names.
+        "auto": by kernels that read and write peers' memory where all GPUs reach it (one host, NVLink), else "gathered"
+        or "counted", whichever `envoi.estimates.exchange` predicts to be faster;
+        "rows": the same, and for every slot a row is sent back, which gives the bits of one rank;
+        "sums": the same, but a token's rows are summed on each rank before they are sent back: fewer bytes, none of
+        them during the second GEMM, one rounding more, and bits that depend on the number of ranks. Over NVLink "auto"
+        may be this, if it is predicted to be faster;
+        "hosts", "hosts+sums": a token crosses to another host once, over NCCL between ranks of the same local rank, and
+        is passed on there by the kernels; its rows come back the same way, one for each slot, or one sum for each host.
+        Hosts have equally many ranks. On one host it is "rows" or "sums"; where GPUs of a host don't reach each other's
+        memory, "gathered" or "counted";
+        "gathered", "gathered+sums": by NCCL's collectives of constant size between all ranks alike;
+        "counted": by collectives of counted rows, one for each slot, for each of which the host waits. Over NCCL peers
+        wait beyond timeout_s for a rank that compiles meanwhile. Over gloo, also with experts on GPUs, rows are always
+        counted, whatever is asked for: the attributes `exchange` and `why` say so.
+    num_sms: the most multiprocessors that a call's launches take, as in `envoi.gemm`; may differ by rank. None = all.
+    hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names. One name
+        for all is one host; ranks of one name have to be on one machine.
     presum, fused: deprecated. presum: True means exchange "sums", False "rows", with hosts "hosts+sums" and "hosts".
         fused: False changes nothing, True is refused. What it chose was slower, and was removed.
 
@@ -131,10 +93,10 @@ class ExpertParallel:
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
     "hosts", "gathered" or "counted") and presum (True or False).
 
-    Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
-    another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
-    objects on one NCCL group, or over NVLink of the same sizes, must not be called by two threads at once, because
-    calls of different layers could be matched: give each object a group of its own (`dist.new_group`).
+    Threads may share an object: its calls run one at a time, each is matched with any call of another rank, and each
+    returns the rows of its own tokens; where rows are counted all of them need the same k. Two objects on one NCCL
+    group, or over NVLink of the same sizes, must not be called by two threads at once, as calls of different layers
+    could be matched: give each object a group of its own (`dist.new_group`).
 
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
@@ -145,49 +107,52 @@ class ExpertParallel:
 
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
+        timeout_s: float = opening.DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
         presum: bool | None = None, hosts: str | Sequence[str] | None = None, fused: bool | None = None, *,
         exchange: str = "auto", num_sms: int | None = None,
     ):  # fmt: skip
         options = experts, timeout_s, max_tokens, num_topk, exchange, num_sms, hosts, presum, fused
-        refusal = complaint(check_options, *options)
+        refusal = complaint(opening.check_options, *options)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
-        exchange, warned = wanted_by(exchange, hosts, presum, fused)
+        exchange, warned = opening.wanted_by(exchange, hosts, presum, fused)
         for text in warned:
             warnings.warn(text, DeprecationWarning, 2)
-        group = resolve_group(group)
-        # Also if arguments are refused: all ranks count alike.
-        self.name = name_object(dist.get_process_group_ranks(group))
-        self.channel = channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
-        raise_together(gather_texts(channel, refusal, OPENING), refusal)
+        group = opening.resolve_group(group)
+        # Unique, and equal on all ranks, which count their groups' objects alike, also those that are refused.
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        self.name = f"envoi {ranks} #{next(_serials.setdefault(ranks, itertools.count()))}"
+        self.channel = channel = opening.open_channel(group, experts, timeout_s, self.name)
+        refuse_together(channel, refusal, opening.OPENING)
         self.experts, self.timeout_s, self.num_sms = experts, timeout_s, num_sms
         self.max_tokens, self.num_topk = max_tokens, num_topk
-        sizes, wanted = agree_on_sizes(channel, experts, timeout_s, max_tokens, num_topk, exchange), EXCHANGES[exchange]
-        self._kernels = agree_on_kernels(channel, experts, num_sms)
-        self._hosts: tuple[str, ...] = ()
+        same = {"timeout_s": f"{float(timeout_s):g}", "sizes": f"{max_tokens=} {num_topk=} {exchange=}"}
+        hosts = opening.HOSTNAME if hosts is None else list(hosts) if isinstance(hosts, tuple) else hosts
+        peers = opening.tell_peers(channel, experts, same | {"hosts": repr(hosts)}, num_sms)
+        self._kernels = repr([peer.kernels for peer in peers])
+        wanted, backend, self._hosts = opening.EXCHANGES[exchange], None, tuple[str, ...]()
         if wanted.route == "hosts":
-            names = agree_on_hosts(channel, hosts or HOSTNAME, (max_tokens, num_topk), experts.device)
-            self._hosts = tuple(names) if len(set(names)) > 1 else ()
+            self._hosts = opening.hosts_of(peers, hosts)
             wanted = wanted if self._hosts else wanted._replace(route=None)
-        connected = None
-        if self._hosts and channel.queues:
-            connected = connect_rail(channel, group, self._hosts, self.name, timeout_s)
-        elif self._hosts:
-            connected = connect_hosts(channel, self._hosts, self.name, timeout_s)
-        channel.watch.opened(ranks_by_store(channel))
-        self.expert_offsets = [0, *itertools.accumulate(sizes)]
+        if self._hosts and channel.queues and not any(peer.why_not for peer in peers):
+            backend = opening.connect_rail(channel, group, self._hosts, self.name, timeout_s)
+        channel.watch.opened([peer.by_store for peer in peers])
+        self.expert_offsets = [0, *itertools.accumulate(peer.num_experts for peer in peers)]
         self.num_experts, device = self.expert_offsets[-1], experts.device
         self._team = Team(
-            channel, self.name, tuple(self.expert_offsets),
-            torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=device), timeout_s, device,
+            channel, peers, self.name, tuple(self.expert_offsets),
+            torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=device),
             empty_history(self.num_experts, device), experts.format,
         )  # fmt: skip
-        layout = None if max_tokens is None or num_topk is None else self._layout(max_tokens, num_topk)
-        self._exchange: Exchange | None
-        self._exchange, self.why = open_exchange(self._team, experts, layout, wanted, group, self._hosts, connected)
+        self._layout = None
+        if max_tokens is not None and num_topk is not None:
+            sizes = channel.num_ranks, self.num_experts, max_tokens, num_topk
+            self._layout = SharedLayout(*sizes, experts.hidden, experts.format)
+        self._exchange: opening.Exchange | None
+        sizes = self._team, experts.intermediate, self._layout
+        self._exchange, self.why = opening.open_exchange(*sizes, wanted, group, self._hosts, backend)
         self._lock = self._exchange.lock
         self.exchange, self.presum = self._exchange.name, self._exchange.presum
         self.transport = "nvlink" if self.exchange == "memory" else "nccl" if channel.queues else "gloo"
@@ -202,15 +167,13 @@ class ExpertParallel:
         out: contiguous, on 16 bytes, of the tokens' shape and dtype, sharing no memory with them: takes the result.
 
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
-        to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
-        own, up to that of sums along K.
-        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
-        NVLink, and where tokens are gathered over NCCL, the host doesn't wait for that: the rank whose arguments are
-        wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
-        or `check` raises. Calls that are compiled or traced refuse what they can on this rank alone.
+        to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens up to that of sums along K.
+        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late.
+        Unless rows are counted the host doesn't wait for that: the rank whose arguments are wrong raises at once (but
+        for ids, which only the device knows), the output is NaN everywhere, and a later call or `check` raises. Calls
+        that are compiled or traced refuse what they can on this rank alone.
         """
-        refusal = "" if out is None else complaint(check_out, out, tokens)
-        if refusal:
+        if out is not None and (refusal := complaint(opening.check_out, out, tokens)):
             return self._run(tokens, routing, self.experts, refusal)  # the peers have to hear of it
         given = NOTHING_GIVEN if out is None else Given([out])
         if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
@@ -218,14 +181,14 @@ class ExpertParallel:
         return copied(self._moe(tokens, routing), given)
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        refusal = "" if torch.compiler.is_compiling() else complaint(check_call, tokens, routing, self.experts)
+        refusal = "" if torch.compiler.is_compiling() else complaint(op.check_call, tokens, routing, self.experts)
         if refusal and (traced() or self.name not in _instances):  # then peers exchange nothing either
             raise ValueError(refusal)
         if refusal:
             return self._run(tokens, routing, self.experts, refusal)
-        rows, slots, dtype = as_rows(tokens, routing)
-        weights, ids = widened(slots.topk_weights, slots.topk_ids)
-        out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
+        rows, slots, dtype = op.as_rows(tokens, routing)
+        weights, ids = op.widened(slots.topk_weights, slots.topk_ids)
+        out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *op.flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def _moe_prepared(self, tokens: torch.Tensor, routing: Routing, given: Given) -> torch.Tensor:
@@ -237,9 +200,9 @@ class ExpertParallel:
             exchange = cast(OnDevice, self._exchange)
             exchange.check_lateness()
             exchange.domain.pending = None
-            constants = "moe_parallel", routing.num_experts, self.num_sms, *constants_of(experts)
+            constants = "moe_parallel", routing.num_experts, self.num_sms, *op.constants_of(experts)
             history = self._team.history
-            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), history
+            tensors = tokens, routing.topk_weights, routing.topk_ids, *op.tensors_of(experts), history
             out = calls.replay(constants, tensors, given)
             if out is MISSED:
                 call = Plannable(self._launch_call, (tokens, routing, experts, history), owner=exchange.owner)
@@ -251,12 +214,13 @@ class ExpertParallel:
         self, owner: Owner, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, history: torch.Tensor
     ) -> torch.Tensor:
         """Launch what a call does, on this memory. Raises ValueError for arguments that `_moe` refuses."""
-        refusal = complaint(check_call, tokens, routing, experts)
-        rows, slots, dtype = as_rows(tokens, routing)
+        refusal = complaint(op.check_call, tokens, routing, experts)
+        rows, slots, dtype = op.as_rows(tokens, routing)
         if refusal := refusal or self._refusal(rows, slots, experts):
             raise ValueError(refusal)
-        domain_of(owner).history = history
-        out = run_layer(owner, rows, *widened(slots.topk_weights, slots.topk_ids), experts)
+        exchange = OnDevice(owner)
+        exchange.domain.history = history
+        out = exchange.run_layer(rows, *op.widened(slots.topk_weights, slots.topk_ids), experts)
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
@@ -266,18 +230,16 @@ class ExpertParallel:
         `combine` next, on the same stream. Arguments are those of `moe`: tokens in bf16 or fp16, topk_ids [M, k] int32
         or int64, -1 = masked slot, topk_weights [M, k] float32.
 
-        Where the host doesn't wait ("memory", and "hosts" and "gathered" over NCCL) rows are in memory that the next
-        call of any object of these sizes writes, P is the most that there can be, and a CUDA graph can hold both calls.
-        Raises as `moe` does. Not for calls that torch.compile traces.
+        Unless counted, rows are in memory that the next call of any object of these sizes writes, P is the most that
+        there can be, and a CUDA graph can hold both calls. Raises as `moe` does. Not for torch.compile.
         """
-        refusal = complaint(lambda: check_call(tokens, Routing(topk_weights, topk_ids, self.num_experts), self.experts))
-        if refusal:
-            rows, slots, dtype = tokens, None, torch.bfloat16
-        else:
-            rows, slots, dtype = as_rows(tokens, Routing(topk_weights, topk_ids, self.num_experts))
-        weights, ids = (topk_weights, topk_ids) if slots is None else widened(slots.topk_weights, slots.topk_ids)
+        routing, rows, dtype = Routing(topk_weights, topk_ids, self.num_experts), tokens, torch.bfloat16
+        refusal = complaint(op.check_call, tokens, routing, self.experts)
+        if not refusal:
+            rows, routing, dtype = op.as_rows(tokens, routing)
+            routing = Routing(*op.widened(routing.topk_weights, routing.topk_ids), self.num_experts)
         with self._lock, self._on_device():
-            received = self._dispatch(rows, Routing(weights, ids, self.num_experts), refusal)
+            received = self._dispatch(rows, routing, refusal)
             if isinstance(self._exchange, OnDevice):
                 self._exchange.domain.pending = received
         return Dispatched(*received[:3], tuple(tokens.shape), dtype, received)
@@ -298,14 +260,14 @@ class ExpertParallel:
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             raise ValueError("rows: expected a contiguous tensor at a multiple of 16 bytes, got another")
         if out is not None:
-            check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=self.experts.device))
+            opening.check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=self.experts.device))
         with self._lock, self._on_device():
             exchange = self._open_exchange()
             if isinstance(exchange, OnDevice):
                 if exchange.domain.pending is not handle.received:
                     raise ValueError("handle: expected that of the last call, whose rows a later one hasn't replaced")
                 exchange.domain.pending = None
-            total = exchange.combine(exchange.accept(rows, handle.received), handle.received)
+            total = exchange.combine(rows, handle.received, by_others=True)
         self.check()
         total = total.to(handle.dtype).view(handle.shape)
         return total if out is None else out.copy_(total)
@@ -313,17 +275,16 @@ class ExpertParallel:
     @property
     def _calls(self) -> Calls | None:
         """Prepared calls, None where the host takes part in a call."""
-        return self._exchange.calls if isinstance(self._exchange, OnDevice) else None
+        return self._exchange.domain.calls if isinstance(self._exchange, OnDevice) else None
 
     def _limits(self) -> AbstractContextManager[None]:
         return nullcontext() if self.num_sms is None else limited(self.num_sms)
 
     def _on_device(self) -> AbstractContextManager:
         """Context of a call: this rank's GPU, and its share of it."""
-        if self.experts.device.type != "cuda" and not isinstance(self._exchange, OnDevice):
-            return self._limits()
         found = ExitStack()
-        found.enter_context(torch.cuda.device(self.experts.device))
+        if self.experts.device.type == "cuda" or isinstance(self._exchange, OnDevice):
+            found.enter_context(torch.cuda.device(self.experts.device))
         found.enter_context(self._limits())
         return found
 
@@ -331,22 +292,23 @@ class ExpertParallel:
         """Compile and load all kernels that calls with up to max_tokens tokens need; return how many. Collective.
 
         Afterwards no call compiles, whatever its number of tokens; the first call does the same, but prepares none.
-        Where rows are counted (`exchange`), any call may compile without it, and after it those that have fewer slots a
-        token than num_topk. Ranks of one host share Triton's cache on disk, and so the work. Peers may take longer
-        than timeout_s to compile. Layers of equal sizes, format and timeout_s share their kernels: one is enough.
+        Where rows are counted, any call may compile without it, and after it those that have fewer slots a token than
+        num_topk. Ranks of one host share Triton's cache on disk, and so the work, for which peers may take longer than
+        timeout_s. Layers of equal sizes, format and timeout_s share their kernels: one is enough.
 
         jobs: processes with which this rank compiles; by default the CPUs are divided among the ranks of a host.
-        progress: show it on stderr if it takes longer than two seconds. Unless rows are counted (`exchange`), calls
-        with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them, if neither
-        ENVOI_PREPARED=0 nor ENVOI_SAFE_LAUNCH=1 is set. On CPUs there is nothing to compile.
+        progress: show it on stderr if it takes longer than two seconds. Unless rows are counted, or ENVOI_PREPARED=0 or
+        ENVOI_SAFE_LAUNCH=1 is set, calls with up to 64 tokens, and with 72, 80 .. 256, are made, and so prepared, too.
+        On CPUs there is nothing to compile.
 
         Raises ValueError on every rank if one is given wrong arguments, or if rows are counted and max_tokens and
         num_topk weren't given; RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
         """
         device = self.experts.device
-        missing = unbounded(self.max_tokens, self.num_topk) if compiles(device) else ""
-        refusal = complaint(check_jobs, jobs, progress) or missing
-        raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
+        refusal = complaint(check_jobs, jobs, progress)
+        if not refusal and compiles(device) and None in (self.max_tokens, self.num_topk):
+            refusal = "warm_up: expected max_tokens and num_topk, got None: without them any number of rows may come"
+        refuse_together(self.channel, refusal, "warm-up")
         if not compiles(device):
             return 0
         with self._lock, self._on_device():
@@ -363,8 +325,7 @@ class ExpertParallel:
 
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
-        layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
-        layout = replace(layout, presum=self.presum)
+        layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
         k, experts = layout.num_topk, without_tensors(self.experts)
         if not isinstance(self._exchange, OnDevice):
             return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts)
@@ -387,8 +348,8 @@ class ExpertParallel:
         """Return the tokens that the last 128 calls brought to each expert and rank: see `Load`. Not a collective call.
 
         Neither a call nor this waits for the device: what the device has yet to do counts when it is done, replays of
-        CUDA graphs too. Refused calls don't count. With exchange "hosts", and "gathered" over NCCL, a rank counts the
-        experts of its own host, or its own; the others' stay 0.
+        CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host,
+        with "gathered" its own; the others' stay 0.
         """
         return load_of(self._team.history, self.expert_offsets)
 
@@ -396,12 +357,14 @@ class ExpertParallel:
         """Return a timeline of one call: what each role of each multiprocessor did, and when. Collective; NVLink only.
 
         The call is compiled with clocks in its kernels, captured in a CUDA graph, and its sixth replay is recorded.
-        Every rank returns what all ranks recorded. Other calls take as long as without it.
-        Raises ValueError on every rank if one's arguments are refused, or if tokens travel otherwise.
+        Every rank returns what all ranks recorded. Raises ValueError on every rank if one's arguments are refused.
         """
-        rows, slots, _ = as_rows(tokens, routing)
-        refusal = untraceable(self.exchange, self.experts.device) or self._refusal(rows, slots, self.experts)
-        raise_together(gather_texts(self.channel, refusal, TRACE), refusal)
+        rows, slots, _ = op.as_rows(tokens, routing)
+        refusal = self._refusal(rows, slots, self.experts)
+        if self.exchange != "memory" or self.experts.device.type != "cuda":
+            refusal = "trace: expected GPUs that exchange tokens through each other's memory, got exchange "
+            refusal += f"{self.exchange!r} on {self.experts.device}"
+        refuse_together(self.channel, refusal, TRACE)
         with self._lock, self._on_device():
             call, run = cast(ParallelCall, self._call_without_memory()), partial(self._moe, rows, slots)
             return trace_call(self.channel, cast(OnDevice, self._exchange).domain, call, len(rows), run)
@@ -437,22 +400,19 @@ class ExpertParallel:
         weights, ids = (tokens, tokens) if refusal else (routing.topk_weights, routing.topk_ids)
         return exchange.dispatch(tokens, weights, ids, self._team, refusal)
 
-    def _open_exchange(self) -> Exchange:
+    def _open_exchange(self) -> opening.Exchange:
         if self._exchange is None:
             raise ValueError(CLOSED)
         return self._exchange
 
-    def _layout(self, max_tokens: int, num_topk: int) -> SharedLayout:
-        sizes = self.channel.num_ranks, self.num_experts, max_tokens, num_topk
-        return SharedLayout(*sizes, self.experts.hidden, self.experts.format)
-
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
-        sizes = self.num_experts, self.max_tokens, self.num_topk
-        return complaint(check_tokens, tokens, routing, experts) or complaint(check_sizes, tokens, routing, *sizes)
+        wrong = complaint(op.check_tokens, tokens, routing, experts)
+        most = self.max_tokens, self.num_topk
+        return wrong or complaint(opening.check_sizes, tokens, routing, self.num_experts, *most)
 
 
-@operator("moe_parallel", empty_out, mlp_flops)
+@operator("moe_parallel", op.empty_out, op.mlp_flops)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
@@ -461,7 +421,7 @@ def _moe_parallel(
     gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None,
     down_zeros: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    experts = unflatten(
+    experts = op.unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
         down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Collectives of a group with bounded waits: integers, texts and tensors from all ranks, all-to-all of rows."""
+"""Collectives of a group with bounded waits: texts, tensors and refusals of all ranks, all-to-all of rows."""
 
 import weakref
 from collections.abc import Callable
@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from envoi.ops.moe.parallel.failure import PeerTimeout, Watch, line_of
-from envoi.ops.moe.parallel.oversee import in_background
+from envoi.ops.moe.parallel.failure import PeerTimeout, Watch, in_background, line_of
 
 _ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups, or backends, that this process has ended
 
@@ -21,9 +20,8 @@ _ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups, or backends, that 
 class Channel:
     """Connection of this rank to its peers.
 
-    control: a gloo group of our own, with our timeout, for sizes and counts.
-    data: the group that sends rows. device: the device that its collectives work on.
-    watch: bounds every wait.
+    control: a gloo group of our own, with our timeout, for what ranks tell each other. data: the group that sends rows.
+    device: the device that its collectives work on. watch: bounds every wait.
     """
 
     control: dist.ProcessGroup
@@ -43,7 +41,7 @@ class Channel:
 
     @property
     def queues(self) -> bool:
-        """Tell whether rows are sent on a stream of the device, whose later work waits for them without the host."""
+        """Tell whether rows are sent by NCCL, on a stream of the device, and not by `control`."""
         return self.data is not self.control
 
 
@@ -54,8 +52,9 @@ def backend_of(group: Any) -> Any:
 
 def end_collectives(group: Any) -> None:
     """End all collectives of a group of NCCL, or a backend of it, also those of other objects. It takes a second."""
-    _ended.add(group)
-    backend_of(group).abort()
+    if group not in _ended:
+        _ended.add(group)
+        backend_of(group).abort()
 
 
 def error_of(group: Any) -> str:
@@ -72,19 +71,16 @@ def error_of(group: Any) -> str:
 def connect_ranks(channel: Channel, group: Any, step: str) -> None:
     """Connect the ranks by a group's first collectives. Collective; raises PeerTimeout, also if a rank can't.
 
-    group: of NCCL, or a backend of it, whose ranks are this channel's or some of them. NCCL connects them within those
-    collectives, each pair for an all-to-all too, by waits of its own and with memory that a GPU may not have.
+    group: of NCCL, or a backend of it, of some of this channel's ranks. NCCL connects them within those collectives,
+    each pair for an all-to-all too, by waits of its own and with memory that a GPU may not have.
     """
 
     def connect() -> None:
-        with torch.cuda.device(channel.device) if channel.device.type == "cuda" else nullcontext():  # of the thread
-            everyone = torch.zeros(group.size(), dtype=torch.int32, device=channel.device)
-            group._allgather_base(everyone, everyone[:1].clone()).wait()
-            group.alltoall_base(torch.empty_like(everyone), everyone, [], []).wait()
-
-    def connect_or_say_why() -> None:
         try:
-            connect()
+            with torch.cuda.device(channel.device) if channel.device.type == "cuda" else nullcontext():  # of the thread
+                everyone = torch.zeros(group.size(), dtype=torch.int32, device=channel.device)
+                group._allgather_base(everyone, everyone[:1].clone()).wait()
+                group.alltoall_base(torch.empty_like(everyone), everyone, [], []).wait()
         except RuntimeError as error:
             if channel.device.type != "cuda":
                 raise
@@ -92,28 +88,55 @@ def connect_ranks(channel: Channel, group: Any, step: str) -> None:
             raise RuntimeError(f"{line_of(error)}; {free} MiB of its GPU's memory were free") from error
 
     try:
-        channel.watch.wait_for_first(connect_or_say_why, step)
+        channel.watch.wait_for_first(connect, step)
     except PeerTimeout:
         if channel.queues:  # what is left of the collectives would keep the device
             in_background(partial(end_collectives, group))
         raise
 
 
-def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
-    """Gather every rank's integers, equally many on each: int64 [num_ranks, len(values)] on the CPU."""
-    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-    everyone = [torch.empty_like(mine) for _ in range(channel.num_ranks)]
-    channel.watch.wait(lambda: channel.control.allgather([everyone], [mine]), step)
-    return torch.stack(everyone)
-
-
 def gather_texts(channel: Channel, text: str, step: str) -> list[str]:
     """Gather every rank's text, in the order of the ranks."""
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        everyone = [torch.empty_like(mine) for _ in range(channel.num_ranks)]
+        channel.watch.wait(lambda: channel.control.allgather([everyone], [mine]), step)
+        return torch.stack(everyone)
+
     raw = text.encode()
-    sizes = gather_ints(channel, [len(raw)], step)[:, 0]
-    padded = list(raw) + [0] * (int(sizes.max()) - len(raw))
-    rows = gather_ints(channel, padded, step) if padded else torch.empty(len(sizes), 0, device="cpu")
+    sizes = gather(torch.tensor([len(raw)], device="cpu")).flatten().tolist()
+    if not any(sizes):
+        return [""] * len(sizes)
+    rows = gather(torch.tensor([*raw, *[0] * (max(sizes) - len(raw))], dtype=torch.uint8, device="cpu"))
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def refuse_together(channel: Channel, refusal: str, step: str) -> None:
+    """Raise ValueError on all ranks if one refuses its arguments: the others would hang in the next exchange.
+
+    refusal: this rank's, "" if it has none. Collective.
+    """
+    for rank, text in enumerate(gather_texts(channel, refusal, step)):
+        if text:
+            raise ValueError(refusal or f"rank {rank} of the group refused its arguments: {text}")
+
+
+def same_everywhere(what: str, values: list) -> None:
+    """Raise ValueError unless all ranks' values are equal."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise ValueError(
+                f"{what}: expected the same on every rank, got {values[0]} on rank 0, {value} on rank {rank}"
+            )
+
+
+def complaint(check: Callable, *arguments: object, kind: type[Exception] = ValueError) -> str:
+    """Run a check; return the text of its ValueError, or of another kind of error, or ""."""
+    try:
+        check(*arguments)
+    except kind as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def gather_tensors(channel: Channel, mine: torch.Tensor, step: str) -> torch.Tensor:
@@ -129,21 +152,13 @@ def exchange_rows(
 ) -> torch.Tensor:
     """Exchange byte rows all-to-all: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source.
 
-    Over NCCL the host doesn't wait: `channel.watch.finish()` does.
+    Over NCCL the host doesn't wait: `Watch.wait_for_device` does.
     """
     sent = rows.contiguous().to(channel.device)
     received = sent.new_empty(sum(recv_counts), rows.shape[1])
     start = channel.watch.queue if channel.queues else channel.watch.wait
     start(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
     return received.to(rows.device)
-
-
-def exchange_equal(channel: Channel, parts: torch.Tensor, step: str) -> torch.Tensor:
-    """Exchange parts of one shape all-to-all: [num_ranks, *shape] by destination -> [num_ranks, *shape] by source."""
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, [], []), step)
-    return received
 
 
 def queued_gather(backend: Any, everyone: torch.Tensor, mine: torch.Tensor) -> Callable[[], object]:

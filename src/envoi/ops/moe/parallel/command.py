@@ -3,19 +3,19 @@
 import argparse
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from envoi import env
-from envoi.check import expect_divisible, expect_int, expect_picture, expect_writable
+from envoi.check import expect_divisible, expect_int, expect_writable
 from envoi.ops.moe.op import IDS
 from envoi.ops.moe.packing import pack
 from envoi.ops.moe.parallel import ExpertParallel
-from envoi.ops.moe.parallel.memory import with_presum
-from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S
-from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S, with_presum
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.support import with_small_factors
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
     if args.presum is not None and args.ranks == 1:
         raise ValueError("--presum: expected it only with --ranks of 2 or more, got --ranks 1")
-    here = _target_here()
+    here = Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
     target = _target(args.arch, args.sms, here)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
     with standing_for(target):
@@ -53,11 +53,6 @@ def run(args: argparse.Namespace) -> int:
     took = f"{time.monotonic() - start:.0f} s by {jobs} processes"
     print(f"{len(sites)} kernels for {target.arch} with {target.num_sms} SMs are in Triton's cache, after {took}")
     return 0
-
-
-def _target_here() -> Target | None:
-    """Return the GPU at hand, for which what launches the kernels can be built too; None without one."""
-    return Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
 def _target(arch: str | None, num_sms: int | None, here: Target | None) -> Target:
@@ -108,20 +103,14 @@ def calls_of(
     ]
 
 
-TRACE_TIMEOUT_S = 60.0
-
-
 def trace(args: argparse.Namespace) -> int:
-    """Trace a call and write the files; return 0. Raises ValueError for a user's mistake."""
+    """Trace a call and write the file; return 0. Raises ValueError for a user's mistake."""
     for name in ("hidden", "inter", "experts", "topk", "tokens"):
         expect_int(f"--{name}", getattr(args, name), 1)
     if args.topk > args.experts:
         raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
     format_named(args.format, "--format")
     out = expect_writable("--out", args.out, ENDINGS)
-    picture = expect_picture("--png", args.png) if args.png is not None else None
-    if picture:
-        import matplotlib  # noqa: F401  # fails before the work is done if it is missing
     if not torch.cuda.is_available():
         raise ValueError("trace: expected a GPU, this machine has none that torch can use")
     num_ranks, rank = env.world_size(), env.rank()
@@ -130,21 +119,18 @@ def trace(args: argparse.Namespace) -> int:
     device = torch.device("cuda", env.local_rank())
     torch.cuda.set_device(device)
     try:
-        if num_ranks > 1:
-            dist.init_process_group("nccl")
-        else:
-            dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+        alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl", **(alone if num_ranks == 1 else {}))
         source = torch.Generator(device).manual_seed(rank)
-        sizes = {"max_tokens": args.tokens, "num_topk": args.topk}
-        parallel = ExpertParallel(_random_experts(args, num_ranks, source), timeout_s=TRACE_TIMEOUT_S, **sizes)
-        tokens = torch.randn(args.tokens, args.hidden, generator=source, device=device, dtype=torch.bfloat16)
-        timeline = parallel.trace(tokens, _routing(args, source))
+        experts, tokens, routing = _random_layer(args, num_ranks, source)
+        parallel = ExpertParallel(experts, timeout_s=60.0, max_tokens=args.tokens, num_topk=args.topk)
+        timeline = parallel.trace(tokens, routing)
         if rank == 0:
-            print(f"{_title(args, num_ranks)}; {parallel.why}")
-            print(timeline, flush=True)  # first: the files of thousands of tokens take seconds
+            sizes = f"hidden {args.hidden}, intermediate {args.inter}, {args.experts} experts, top-{args.topk}"
+            print(f"{sizes}, {args.format}, {args.tokens} tokens on each of {num_ranks} GPUs; {parallel.why}")
             timeline.save(out)
-            if picture:
-                timeline.draw(picture)
+            cut = "; some roles had more events than are kept" if timeline.is_cut else ""
+            print(f"{len(timeline.slices)} slices are in {out}, for https://ui.perfetto.dev{cut}")
         dist.barrier()
         parallel.close()
     finally:
@@ -153,26 +139,15 @@ def trace(args: argparse.Namespace) -> int:
     return 0
 
 
-def _random_experts(args: argparse.Namespace, num_ranks: int, source: torch.Generator) -> ExpertWeights:
-    """Return a rank's share of random experts."""
-    sizes = {"generator": source, "device": source.device, "dtype": torch.bfloat16}
-    num_local, hidden, intermediate = args.experts // num_ranks, args.hidden, args.inter
-    gate_up = torch.randn(num_local, 2 * intermediate, hidden, **sizes).mul_(hidden**-0.5)
-    down = torch.randn(num_local, hidden, intermediate, **sizes).mul_(intermediate**-0.5)
-    return pack(gate_up, down, args.format)
-
-
-def _routing(args: argparse.Namespace, source: torch.Generator) -> Routing:
-    """Draw the tokens' experts evenly, but expert 0 with --skew times its share; weights add up to 1."""
-    drawn = torch.rand(args.tokens, args.experts, generator=source, device=source.device)
-    if args.skew != 1.0:
-        hit = torch.rand(args.tokens, generator=source, device=source.device)
-        drawn[:, 0] = (hit < args.skew * args.topk / args.experts) * 4.0 - 2.0
-    ids = drawn.topk(args.topk).indices.to(torch.int32)
-    weights = torch.rand(ids.shape, generator=source, device=source.device)
-    return Routing(weights / weights.sum(1, keepdim=True), ids, args.experts)
-
-
-def _title(args: argparse.Namespace, num_ranks: int) -> str:
-    sizes = f"hidden {args.hidden}, intermediate {args.inter}, {args.experts} experts"
-    return f"{sizes}, top-{args.topk}, {args.format}, {args.tokens} tokens on each of {num_ranks} GPUs"
+def _random_layer(
+    args: argparse.Namespace, num_ranks: int, source: torch.Generator
+) -> tuple[ExpertWeights, torch.Tensor, Routing]:
+    """Return a rank's share of random experts, tokens, and a routing of them to even experts; weights add up to 1."""
+    sizes = {"generator": source, "device": source.device}
+    num_local, hidden, intermediate, bf16 = args.experts // num_ranks, args.hidden, args.inter, torch.bfloat16
+    gate_up = torch.randn(num_local, 2 * intermediate, hidden, **sizes, dtype=bf16).mul_(hidden**-0.5)
+    down = torch.randn(num_local, hidden, intermediate, **sizes, dtype=bf16).mul_(intermediate**-0.5)
+    tokens = torch.randn(args.tokens, hidden, **sizes, dtype=bf16)
+    ids = torch.rand(args.tokens, args.experts, **sizes).topk(args.topk).indices.to(torch.int32)
+    weights = torch.rand(ids.shape, **sizes)
+    return pack(gate_up, down, args.format), tokens, Routing(weights / weights.sum(1, keepdim=True), ids, args.experts)

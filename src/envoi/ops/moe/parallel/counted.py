@@ -14,7 +14,8 @@ concatenated. So the result has the bits of one rank.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,18 +26,11 @@ from envoi.ops.moe import reference
 from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.op import check_ids
-from envoi.ops.moe.parallel.collectives import (
-    Channel,
-    end_collectives,
-    error_of,
-    exchange_rows,
-    gather_tensors,
-    gather_texts,
-)
+from envoi.ops.moe.parallel import collectives
+from envoi.ops.moe.parallel.collectives import Channel
 from envoi.ops.moe.parallel.exchange import Rows, Team
+from envoi.ops.moe.parallel.failure import BEGUN, DONE, GATHERED, in_background, oversee
 from envoi.ops.moe.parallel.load import note
-from envoi.ops.moe.parallel.opening import complaint, raise_together, same_everywhere
-from envoi.ops.moe.parallel.oversee import HostMarks, oversee_queue
 from envoi.ops.moe.permute import combine_rows
 from envoi.ops.moe.reference import combine as sum_rows
 from envoi.ops.moe.reference import quantize_tokens, take_rows
@@ -72,11 +66,6 @@ def needed_by(owner: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return needed.scatter_(1, owner.long(), True)[:, :num_ranks].t()
 
 
-def positions(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return where a mask is True, int64 [count]. count: how often it is, as the host knows it."""
-    return torch.nonzero_static(mask.flatten(), size=count)[:, 0]
-
-
 def sort_by_expert(tokens: SentTokens, first: int, last: int, num_rows: int) -> ExpertRows:
     """Gather the rows of experts first .. last - 1. num_rows: how many there are.
 
@@ -86,8 +75,7 @@ def sort_by_expert(tokens: SentTokens, first: int, last: int, num_rows: int) -> 
     local = torch.where((ids >= first) & (ids < last), ids - first, num_local)
     ranked, order = local.sort(stable=True)
     experts = torch.arange(num_local + 1, dtype=ranked.dtype, device=ranked.device)
-    # Up to num_rows, and so within the rows also where a lost peer's exchange was ended and ids are whatever was there.
-    offsets = torch.searchsorted(ranked[:num_rows], experts, out_int32=True)
+    offsets = torch.searchsorted(ranked, experts, out_int32=True)
     order = order[:num_rows]
     rows = take_rows(tokens.rows, order // max(tokens.topk_ids.shape[1], 1))
     return ExpertRows(rows, offsets, order.to(torch.int32), tokens.weights.flatten()[order])
@@ -98,29 +86,25 @@ def sum_slots(rows: torch.Tensor, pos_to_slot: torch.Tensor, num_tokens: int, k:
     if not has_kernels(rows.device) or not num_tokens * k:
         return sum_rows(rows, pos_to_slot, num_tokens, k)
     slot_to_pos = torch.full((num_tokens, k), -1, dtype=torch.int32, device=rows.device)
-    count = torch.arange(len(pos_to_slot), dtype=torch.int32, device=rows.device)
-    slot_to_pos.view(-1)[pos_to_slot.long()] = count
+    slot_to_pos.view(-1)[pos_to_slot.long()] = torch.arange(len(pos_to_slot), dtype=torch.int32, device=rows.device)
     return combine_rows(rows, slot_to_pos)
 
 
 def to_bytes(tokens: SentTokens) -> torch.Tensor:
     """Concatenate each token's parts as bytes: uint8 [T, B]."""
-    parts = [*_parts(tokens.rows), tokens.topk_ids, tokens.weights]
-    return torch.cat([_seen_as(part, torch.uint8) for part in parts], dim=1)
+    return torch.cat([_seen_as(part, torch.uint8) for part in _parts(tokens)], dim=1)
 
 
 def from_bytes(packed: torch.Tensor, like: SentTokens) -> SentTokens:
     """Inverse of `to_bytes`; `like` gives the dtypes and widths."""
+    parts = _parts(like)
+    widths = [part.shape[1] * part.element_size() for part in parts]
     # Copies, always: one row's columns are contiguous where they are, at any byte, and so can't be seen as float32.
-    columns, start = [], 0
-    for part in (*_parts(like.rows), like.topk_ids, like.weights):
-        width = part.shape[1] * part.element_size()
-        own = packed[:, start : start + width].clone(memory_format=torch.contiguous_format)
-        columns.append(_seen_as(own, part.dtype))
-        start += width
-    if isinstance(like.rows, torch.Tensor):
-        return SentTokens(*columns)
-    return SentTokens(QuantTensor(columns[0], columns[1], like.rows.group), *columns[2:])
+    own = (columns.clone(memory_format=torch.contiguous_format) for columns in packed.split(widths, 1))
+    rows, *others = (_seen_as(columns, part.dtype) for columns, part in zip(own, parts, strict=True))
+    if not isinstance(like.rows, torch.Tensor):
+        return SentTokens(QuantTensor(rows, others[0], like.rows.group), *others[1:])
+    return SentTokens(rows, *others)
 
 
 def _seen_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,15 +115,16 @@ def _seen_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(len(x), x.shape[1] * x.element_size() // dtype.itemsize, dtype=dtype)
 
 
-def _parts(rows: Matrix) -> list[torch.Tensor]:
-    return [rows] if isinstance(rows, torch.Tensor) else [rows.values, rows.sf]
+def _parts(tokens: SentTokens) -> list[torch.Tensor]:
+    rows = [tokens.rows] if isinstance(tokens.rows, torch.Tensor) else [tokens.rows.values, tokens.rows.sf]
+    return [*rows, tokens.topk_ids, tokens.weights]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers that all ranks know of a call, on the host.
+    """Numbers that all ranks know of a call, on the host. refused: by rank, 1 if its arguments are wrong.
 
-    refused: for each rank, 1 if its arguments are wrong. k: slots of a token, by rank.
+    k: slots of a token, by rank.
     tokens [num_ranks, num_ranks]: tokens that a rank (row) sends to a rank. slots [num_ranks, num_ranks]: their slots
     whose experts are there, which is the number of rows sent back. experts [num_experts]: slots of all ranks.
     """
@@ -149,16 +134,6 @@ class Numbers:
     tokens: torch.Tensor
     slots: torch.Tensor
     experts: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Received:
-    """Rows of this rank's experts, and the way back.
-
-    back [P]: the row of each slot, in the order in which they are sent back: (source rank, slot)."""
-
-    rows: ExpertRows
-    back: torch.Tensor
 
 
 def agree(
@@ -174,63 +149,90 @@ def agree(
         mine[0], mine[1] = bad.any(), topk_ids.shape[1]
         mine[2 : 2 + num_ranks] = needed_by(owners(known, rank_ends), num_ranks).sum(1)
         mine[2 + num_ranks :] = count_tokens(known, num_experts)
-    everyone = gather_tensors(channel, mine, "dispatch: exchange of counts").cpu()  # the only wait for the device
+    everyone = collectives.gather_tensors(channel, mine, "dispatch: exchange of counts").cpu()
     sizes = [last - first for first, last in pairwise(expert_offsets)]
     counts = everyone[:, 2 + num_ranks :]
     by_rank = torch.stack([part.sum(1) for part in counts.split(sizes, 1)], 1)
-    refused, k = everyone[:, 0].tolist(), everyone[:, 1].tolist()
+    refused, k = everyone[:, :2].T.tolist()
     return Numbers(refused, k, everyone[:, 2 : 2 + num_ranks], by_rank, counts.sum(0))
 
 
 class Counted:
-    """Exchange of as many rows as there are, between all ranks alike: see `exchange.Exchange`."""
+    """Exchange of as many rows as there are, between all ranks alike. Methods are those of `exchange.OnDevice`.
+
+    counts [4] int32, pinned, since the driver may wait for the device: collectives that the host has queued (BEGUN),
+    and of these the device has done (DONE); GATHERED is one more between a call's two. See `oversee`.
+    """
 
     name, presum = "counted", False
 
     def __init__(self, channel: Channel):
         """Let hosts wait for peers that compile, and end collectives that wait for a lost one, where NCCL sends."""
         self.lock, self.channel = threading.RLock(), channel
+        self.counts = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=channel.device.type == "cuda")
+        self._done = torch.zeros(2, dtype=torch.int32, device=channel.device)
+        self._steps = torch.tensor([[2, 1], [0, 1]], dtype=torch.int32, device=channel.device)
         if channel.queues:
             channel.watch.wait_for_compilers()
-            channel.watch.broken = partial(error_of, channel.data)
-            oversee_queue(channel.watch, HostMarks.on(channel.device), partial(end_collectives, channel.data))
+            channel.watch.broken = partial(collectives.error_of, channel.data)
+            end = partial(collectives.end_collectives, channel.data)
+            channel.watch.end = partial(in_background, end)  # NCCL takes a second for it
+            oversee(self, self.counts, channel.watch, lambda: None)
 
     def dispatch(
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
     ) -> Rows:
-        """See `Exchange`."""
+        """Send this rank's tokens; see `OnDevice.dispatch`. Raises ValueError on all ranks if one refuses."""
         channel, rank_ends, num_experts = self.channel, team.rank_ends, team.expert_offsets[-1]
         numbers = agree(channel, None if refusal else topk_ids, team.expert_offsets, rank_ends)
         if any(numbers.refused):
-            refusal = refusal or complaint(check_ids, topk_ids, num_experts)
-            raise_together(gather_texts(channel, refusal, "exchange of refusals"), refusal)
-        same_everywhere("routing.topk_ids: num_topk", numbers.k)
+            refusal = refusal or collectives.complaint(check_ids, topk_ids, num_experts)
+            collectives.refuse_together(channel, refusal, "exchange of refusals")
+        collectives.same_everywhere("routing.topk_ids: num_topk", numbers.k)
         note(team.history, numbers.experts)
+        mine = channel.rank
+        send, receive = numbers.tokens[mine].tolist(), numbers.tokens[:, mine].tolist()
         with span("dispatch"):
             owner = owners(topk_ids, rank_ends)
+            needed = needed_by(owner, channel.num_ranks).flatten()
+            needed = torch.nonzero_static(needed, size=sum(send))[:, 0] % max(1, len(owner))
             sent = SentTokens(quantize_tokens(tokens, team.format), topk_ids, topk_weights)
-            received = dispatch(sent, owner, numbers, team.mine, channel)
-        rows = received.rows
-        return Rows(rows.rows, rows.offsets, rows.topk_weights, topk_ids, (received, owner, numbers))
+            with self.queued(0):
+                packed = collectives.exchange_rows(channel, to_bytes(sent)[needed], send, receive, "dispatch")
+            first, last = team.expert_offsets[mine : mine + 2]
+            rows = sort_by_expert(from_bytes(packed, sent), first, last, int(numbers.slots[:, mine].sum()))
+        return Rows(rows.rows, rows.offsets, rows.topk_weights, topk_ids, (rows, owner, numbers))
+
+    @contextmanager
+    def queued(self, number: int) -> Iterator[None]:
+        """Count a collective that is queued within the context, number 0 or 1 of its call, here and on the device."""
+        self.counts[BEGUN] += 1
+        try:
+            yield
+        finally:  # also if it is interrupted: what isn't counted would never be done
+            self._done += self._steps[number]
+            self.counts[GATHERED : DONE + 1].copy_(self._done, non_blocking=True)
 
     def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:
-        """See `Exchange`."""
-        return run_local_experts(received.back[0].rows, experts)
+        """Run this rank's experts on the rows."""
+        return run_local_experts(received.back[0], experts)
 
-    def accept(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-        """See `Exchange`."""
-        return rows
-
-    def combine(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-        """See `Exchange`. Over NCCL the host waits for the rows here."""
-        came, owner, numbers = received.back
+    def combine(self, rows: torch.Tensor, received: Rows, by_others: bool = False) -> torch.Tensor:
+        """Send rows back in the order of (source rank, slot); see `OnDevice.combine`."""
+        (came, owner, numbers), mine = received.back, self.channel.rank
+        send, receive = numbers.slots[:, mine].tolist(), numbers.slots[mine].tolist()
         with span("combine"):
-            out = combine(rows[came.back], owner, numbers, self.channel)
-        self.channel.watch.finish()
+            back = rows[came.pos_to_slot.argsort()].view(torch.uint8)
+            with self.queued(1):
+                packed = collectives.exchange_rows(self.channel, back, send, receive, "combine")
+            pos_to_slot = owner.flatten().sort(stable=True).indices[: sum(receive)]
+            out = sum_slots(packed.view(rows.dtype), pos_to_slot.to(torch.int32), *owner.shape)
+        if self.channel.queues:
+            self.channel.watch.wait_for_device(self.counts, "combine")
         return out
 
     def check(self) -> None:
-        """See `Exchange`."""
+        """Raise the error of an earlier call."""
         if self.channel.watch.failure is not None:
             raise self.channel.watch.failure
 
@@ -240,27 +242,3 @@ def run_local_experts(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     if has_kernels(rows.offsets.device):
         return run_experts(rows.rows, rows.topk_weights, rows.offsets, experts)
     return reference.expert_mlp(rows, experts)
-
-
-def dispatch(
-    tokens: SentTokens, owner: torch.Tensor, numbers: Numbers, mine: tuple[int, int], channel: Channel
-) -> Received:
-    """Send each token to the ranks that need it; sort the rows received by expert.
-
-    mine: first expert here, one past the last. owner [M, k]: the rank of each slot's expert.
-    """
-    send, receive = numbers.tokens[channel.rank].tolist(), numbers.tokens[:, channel.rank].tolist()
-    num_rows = int(numbers.slots[:, channel.rank].sum())
-    needed = positions(needed_by(owner, channel.num_ranks), sum(send)) % max(1, len(owner))
-    packed = exchange_rows(channel, to_bytes(tokens)[needed], send, receive, "dispatch")
-    came = from_bytes(packed, tokens)
-    rows = sort_by_expert(came, *mine, num_rows)
-    return Received(rows, rows.pos_to_slot.argsort())
-
-
-def combine(rows: torch.Tensor, owner: torch.Tensor, numbers: Numbers, channel: Channel) -> torch.Tensor:
-    """Send rows [P, H] bf16, by (source rank, slot), back; sum those of this rank's tokens: [M, H] bf16."""
-    send, receive = numbers.slots[:, channel.rank].tolist(), numbers.slots[channel.rank].tolist()
-    packed = exchange_rows(channel, rows.view(torch.uint8), send, receive, "combine")
-    pos_to_slot = owner.flatten().sort(stable=True).indices[: sum(receive)]
-    return sum_slots(packed.view(rows.dtype), pos_to_slot.to(torch.int32), *owner.shape)

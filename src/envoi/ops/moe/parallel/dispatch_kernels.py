@@ -7,8 +7,8 @@ send_routing_kernel   slots' experts, positions, weights -> every peer   then th
 pull_kernel           peers' tokens -> rows sorted by expert             a token is read once for all its experts here
 
 Rows are sorted by (expert, source rank, slot). Each rank computes their positions by itself: a source says how many
-slots it has for each expert and the position of each slot among its own, so nothing is counted by atomics, and the
-order is the same in every run. `trace`, a kernel's last parameter: see `runtime.timeline_device`."""
+slots it has for each expert and the position of each among its own, so nothing is counted by atomics, and the order is
+the same in every run. `trace`, a kernel's last parameter: see `runtime.timeline_device`."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from envoi.epilogues.codes_triton import widen
 from envoi.ops.moe.kernels import quantized, store_quantized
 from envoi.ops.moe.parallel import load
-from envoi.ops.moe.parallel.shared_device import (
+from envoi.ops.moe.parallel.combine_kernels import (
     ARRIVALS,
     BAD_IDS,
     FINE,
@@ -71,28 +71,22 @@ class SlotRegions(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Outputs of dispatch for the kernels after it.
-
-    offsets [E + 1]: see `compute_row_offsets`. state [4], report [2, num_ranks].
-    """
+    """Outputs of dispatch for the kernels after it. offsets [E + 1]: see `compute_row_offsets`. state [4]."""
 
     offsets: Any
     state: Any
-    report: Any
 
 
 class PulledRows(NamedTuple):
-    """Rows that `pull_kernel` writes.
+    """Rows that `pull_kernel` writes. words: values as words of 4 bytes, num_words a row; sf: num_sf factors, or None.
 
-    words: values as words of 4 bytes, num_words a row; sf: num_sf scale factors a row, or None. weights: routing weight
-    of each row. destinations: the address to which L2 sends each row: those of a source's slots are slot_bytes apart in
-    its memory, or from results[source] on, if results isn't None."""
+    weights: routing weights. destinations: the addresses to which L2 sends rows, slots of slot_bytes at their sources.
+    """
 
     words: Any
     sf: Any
     weights: Any
     destinations: Any
-    results: Any
     num_words: Any
     num_sf: Any
     slot_bytes: Any
@@ -281,15 +275,13 @@ def send_routing_kernel(
             tl.store(state + ARRIVALS, 0)
             fine = decide_outcome(memory, state, report, num_ranks, RANK_LANES) == FINE
             experts = LocalExperts(first_expert, num_local, row_shift)
-            to = Placement(offsets, state, report)
+            to = Placement(offsets, state)
             compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, LOCAL_LANES, RANK_LANES)
     note_moment(trace, 0, 0, 3)
 
 
 @triton.jit
-def pull_token(
-    memory, experts, token, rows, SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, GATHERED: tl.constexpr
-):  # fmt: skip
+def pull_token(memory, experts, token, rows, SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr):
     """Copy a SourceToken to the rows of its experts on this rank, if it has any. rows: PulledRows."""
     found = token_slots(memory, experts, token, SLOTS)
     if tl.max(found.is_local.to(tl.int32), 0) > 0:
@@ -306,14 +298,8 @@ def pull_token(
         weights = ints(memory.own + memory.regions.weights).to(tl.pointer_type(tl.float32))
         weights = weights + token.source * memory.slot_capacity + found.slot
         tl.store(rows.weights + pos, tl.load(weights, mask=found.is_local, other=0.0), mask=found.is_local)
-        if GATHERED:
-            base = tl.load(rows.results + token.source)
-            returned = 0
-        else:
-            returned = memory.regions.returned_rows
-        tl.store(
-            rows.destinations + pos, base + returned + found.slot.to(tl.int64) * rows.slot_bytes, mask=found.is_local
-        )
+        returned = base + memory.regions.returned_rows
+        tl.store(rows.destinations + pos, returned + found.slot.to(tl.int64) * rows.slot_bytes, mask=found.is_local)
         for i in range(token.k):
             row = tl.max(tl.where(found.lane == i, pos, -1), 0).to(tl.int64)
             if row >= 0:
@@ -341,27 +327,25 @@ def note_load(memory, state, history, num_ranks, num_experts, EXPERTS: tl.conste
 
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def pull_kernel(
-    peers, regions, row_shift, state, history, rows, rows_sf, row_weights, row_destinations, results,
+    peers, regions, row_shift, state, history, rows, rows_sf, row_weights, row_destinations,
     rank, num_ranks, slot_capacity, num_experts, first_expert, num_local, num_words, num_sf, slot_bytes,
     SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, EXPERTS: tl.constexpr, trace,
 ):  # fmt: skip
     """Pull the tokens of all ranks into rows, one token of each rank in turn, so that all peers are read at any time.
 
     rows: as words of 4 bytes, num_words of them; rows_sf: num_sf factors each. The address that L2 will send each row
-    to is known here already. results: None over NVLink, where a row goes to its slot in the source's memory; else
-    [num_ranks] int64, the address of each source's slots on this rank. The last program, which few tokens leave idle,
-    also adds the call to `history`."""
+    to is known here already. The last program, which few tokens leave idle, also adds the call to `history`."""
     note_begin(trace, 0, 0, 0)
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, slot_capacity)
     experts = LocalExperts(first_expert, num_local, row_shift)
-    out = PulledRows(rows, rows_sf, row_weights, row_destinations, results, num_words, num_sf, slot_bytes)
+    out = PulledRows(rows, rows_sf, row_weights, row_destinations, num_words, num_sf, slot_bytes)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         note_load(memory, state, history, num_ranks, num_experts, EXPERTS)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            pull_token(memory, experts, SourceToken(source, token, k), out, SLOTS, WORDS, SFS, results is not None)
+            pull_token(memory, experts, SourceToken(source, token, k), out, SLOTS, WORDS, SFS)
     note_moment(trace, 0, 0, 1)

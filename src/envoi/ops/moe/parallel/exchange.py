@@ -4,28 +4,25 @@
     OnDevice    memory                       kernels over NVLink   launches, and waits for nothing
     OnDevice    hosts       NCCL (a rail)    kernels over NVLink   the same
     OnDevice    gathered    NCCL (a rail)    one rank a host       the same
-    Constant    hosts       gloo             gloo                  waits
-    Constant    gathered    gloo             one rank a host       waits
-    Counted     counted     gloo or NCCL, all ranks alike          reads the counts, then queues
+    Counted     counted     gloo or NCCL, all ranks alike          waits for each of three collectives
 
-The first five are one exchange with two levels, a rail between hosts and a domain within one, either of which may be
-trivial. Their sizes follow from max_tokens and num_topk alone. The last one sends as many rows as there are.
+The first three are one exchange with two levels, a rail between hosts and a domain within one, either of which may be
+trivial. Their sizes follow from max_tokens and num_topk alone. `counted` sends as many rows as there are.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from envoi.ops.moe.parallel import nvlink, rail
 from envoi.ops.moe.parallel.collectives import Channel
-from envoi.ops.moe.parallel.failure import PeerTimeout
-from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST
+from envoi.ops.moe.parallel.failure import BEGUN, PeerTimeout
+from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST, Domain
 from envoi.ops.moe.parallel.rail import Rail
-from envoi.ops.moe.parallel.symmetric_memory import Domain
-from envoi.runtime.prepared.calls import Calls
 from envoi.runtime.program import ALIGNMENT
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix
@@ -35,25 +32,19 @@ Owner = Domain | Rail
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks of an object, as one of them knows them. name: the object's; device: its experts'.
+    """Ranks of an object, as one of them knows them. peers: `opening.Peer`s. name: the object's.
 
     expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1]; rank_ends [num_ranks] int32: one past
     each rank's last expert, on the device. history: where the load of the object's calls is added. format: of experts.
     """
 
     channel: Channel
+    peers: Sequence[Any]
     name: str
     expert_offsets: tuple[int, ...]
     rank_ends: torch.Tensor
-    timeout_s: float
-    device: torch.device
     history: torch.Tensor
     format: str
-
-    @property
-    def mine(self) -> tuple[int, int]:
-        """First expert of this rank, and one past the last."""
-        return self.expert_offsets[self.channel.rank], self.expert_offsets[self.channel.rank + 1]
 
 
 class Rows(NamedTuple):
@@ -69,57 +60,16 @@ class Rows(NamedTuple):
     back: Any = None
 
 
-class Exchange(Protocol):
-    """What an `ExpertParallel` asks of an exchange. All but `check` are collective.
-
-    name, presum: as the object's attributes. lock: held during a call.
-    """
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def presum(self) -> bool: ...  # noqa: D102
-
-    @property
-    def lock(self) -> Any: ...  # noqa: D102
-
-    def dispatch(
-        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
-    ) -> Rows:
-        """Send this rank's tokens [M, H] bf16 and return the rows of its experts.
-
-        refusal: why this rank's arguments are wrong, or "". Raises ValueError with it, once the peers know.
-        """
-        ...
-
-    def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:
-        """Run this rank's experts on the rows: what `combine` takes."""
-        ...
-
-    def accept(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-        """Return what `combine` takes, for rows [P, H] bf16 that other experts have computed."""
-        ...
-
-    def combine(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-        """Send rows back; return the sums of those of this rank's tokens, [M, H] bf16."""
-        ...
-
-    def check(self) -> None:
-        """Raise the error of an earlier call, as far as it is known."""
-        ...
-
-
 @dataclass(frozen=True)
 class OnDevice:
     """Exchange by kernels, and over a rail by NCCL. Objects of equal sizes, such as a model's layers, have one in turn.
 
-    rank: this one, within the group.
+    owner: the memory. name: of the exchange; rank: this one, within the group; what launches needs neither.
     """
 
-    name: str
     owner: Owner
-    rank: int
+    name: str = ""
+    rank: int = 0
 
     @property
     def rail(self) -> Rail | None:
@@ -129,7 +79,7 @@ class OnDevice:
     @property
     def domain(self) -> Domain:
         """Memory that the ranks of this host share."""
-        return domain_of(self.owner)
+        return self.owner if isinstance(self.owner, Domain) else self.owner.domain
 
     @property
     def presum(self) -> bool:
@@ -141,33 +91,62 @@ class OnDevice:
         """Lock that a call holds: objects that share memory take turns."""
         return self.domain.lock
 
-    @property
-    def calls(self) -> Calls:
-        """Prepared calls."""
-        return self.owner.calls
-
     def dispatch(
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
     ) -> Rows:
-        """See `Exchange`. A refusal is told to the peers by the store, and that there is one by a code."""
+        """Send this rank's tokens [M, H] bf16 and return the rows of its experts. Collective.
+
+        refusal: why this rank's arguments are wrong, or "". Raises ValueError with it, once the peers know.
+        """
+        watch = self.domain.watch
         if refusal:
-            self._refuse(refusal)
+            with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
+                watch.ask(lambda store: store.set(f"refused/{self.rank}", refusal), watch.timeout_s)
+            self.refuse()
+            raise ValueError(refusal)
         self.domain.history = team.history
-        return dispatch(self.owner, tokens, topk_weights, topk_ids)
+        return self.send(tokens, topk_weights, topk_ids)
+
+    def send(self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Rows:
+        """Launch dispatch of tokens [M, H] bf16; the rows are in memory that the next call reuses."""
+        given = compiled_form(tokens, topk_weights, topk_ids, self.domain.layout.num_topk)
+        with span("dispatch"):
+            self._launches.dispatch(self.owner, *given)
+        domain = self.domain
+        return Rows(domain.rows, domain.offsets, domain.row_weights, given[2])
 
     def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:
-        """See `Exchange`. L2 sends the rows, but with presum over NVLink."""
-        return run_experts(self.owner, received, experts)
+        """Run this rank's experts on the rows: what `combine` takes. L2 sends them, but with presum over NVLink."""
+        num_hosts = 1 if self.rail is None else self.rail.layout.num_hosts
+        return nvlink.run_local_experts(self.domain, experts, num_hosts * received.topk_ids.numel())
 
-    def accept(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-        """See `Exchange`."""
-        if not self.domain.layout.presum:
+    def combine(self, rows: torch.Tensor, received: Rows, by_others: bool = False) -> torch.Tensor:
+        """Send rows back; return the sums of those of this rank's tokens, [M, H] bf16. Collective.
+
+        by_others: rows [P, H] bf16 aren't from `run_experts`. NaN if a rank was late or refused its arguments.
+        """
+        if by_others and not self.domain.layout.presum:
             nvlink.send_rows(self.domain, rows)
-        return rows
+        with span("combine"):
+            return self._launches.combine(self.owner, rows, received.topk_ids)
 
-    def combine(self, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-        """See `Exchange`. NaN if a rank was late or refused its arguments."""
-        return combine(self.owner, rows, received)
+    def run_layer(
+        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+    ) -> torch.Tensor:
+        """Launch a layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
+        received = self.send(tokens, topk_weights, topk_ids)
+        return self.combine(self.run_experts(received, experts), received)
+
+    def refuse(self) -> None:
+        """Launch a call without tokens that tells all peers that this rank's arguments are wrong."""
+        hidden, memory = self.domain.layout.hidden, self.domain.memory
+        tokens, ids = memory.new_empty(0, hidden, dtype=torch.bfloat16), memory.new_empty(0, 1, dtype=torch.int32)
+        self._launches.dispatch(self.owner, tokens, ids.float(), ids, REFUSED_ON_HOST)
+        self._launches.combine(self.owner, tokens, ids)
+
+    @property
+    def _launches(self) -> Any:
+        return nvlink if self.rail is None else rail
 
     def check(self) -> None:
         """Raise PeerTimeout for a rank that was late, ValueError for arguments refused in calls the device reached."""
@@ -186,25 +165,15 @@ class OnDevice:
                 # Within a host a flag was waited for; elsewhere rows of another call have come, without a wait.
                 waited_s = watch.timeout_s if by_flag else 0.0
                 with suppress(PeerTimeout):
-                    watch.fail(step, TimeoutError(step), waited_s, number=self.rail.calls_begun)
+                    watch.fail(step, TimeoutError(step), waited_s, number=int(self.rail.host[BEGUN]))
             else:
                 names = watch.first_to_say([watch.ranks[rank] for rank in late])
                 watch.failure = PeerTimeout(names, step, watch.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
 
-    def _refuse(self, refusal: str) -> NoReturn:
-        watch = self.domain.watch
-        with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
-            watch.ask(lambda store: store.set(f"refused/{self.rank}", refusal), watch.timeout_s)
-        refuse(self.owner)
-        raise ValueError(refusal)
-
     def _raise_refusal(self) -> None:
-        """Raise ValueError for arguments refused in a call so far, unless this rank's host has raised it.
-
-        Resets the codes that it reads from `report`.
-        """
+        """Raise ValueError for arguments refused in a call so far, unless this rank's host has; reset their codes."""
         codes = self.domain.codes[1]
         said = [(at, code) for at, code in enumerate(list(codes)) if code]
         for at, _ in said:  # not all: the device may write others meanwhile
@@ -220,55 +189,6 @@ class OnDevice:
         if code == REFUSED_ON_HOST:
             text = watch.ask(lambda store: store.get(f"refused/{rank}"), watch.timeout_s).decode()
         raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
-
-
-def domain_of(owner: Owner) -> Domain:
-    """Return the memory that the ranks of this host share."""
-    return owner if isinstance(owner, Domain) else owner.domain
-
-
-def num_topk_of(owner: Owner) -> int:
-    """Return the slots of a token for which the kernels are compiled."""
-    return domain_of(owner).layout.num_topk
-
-
-def dispatch(owner: Owner, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Rows:
-    """Launch dispatch: tokens [M, H] bf16 of this rank -> rows of its experts, in memory that the next call reuses."""
-    given = compiled_form(tokens, topk_weights, topk_ids, num_topk_of(owner))
-    with span("dispatch"):
-        if isinstance(owner, Domain):
-            nvlink.dispatch(owner, *given)
-        else:
-            rail.dispatch(owner, *given)
-    domain = domain_of(owner)
-    return Rows(domain.rows, domain.offsets, domain.row_weights, given[2])
-
-
-def run_experts(owner: Owner, received: Rows, experts: ExpertWeights) -> torch.Tensor:
-    """Launch this rank's experts; without presum within the host, L2 sends each row to its token's rank."""
-    num_hosts = 1 if isinstance(owner, Domain) else owner.layout.num_hosts
-    return nvlink.run_local_experts(domain_of(owner), experts, num_hosts * received.topk_ids.numel())
-
-
-def combine(owner: Owner, rows: torch.Tensor, received: Rows) -> torch.Tensor:
-    """Launch combine: [M, H] bf16. rows: the experts' result, read here only with presum over NVLink."""
-    with span("combine"):
-        if isinstance(owner, Domain):
-            return nvlink.combine(owner, rows, received.topk_ids)
-        return rail.combine(owner, received.topk_ids)
-
-
-def refuse(owner: Owner) -> None:
-    """Launch a call without tokens that tells all peers that this rank's arguments are wrong."""
-    (nvlink if isinstance(owner, Domain) else rail).refuse(owner)  # pyright: ignore[reportArgumentType]
-
-
-def run_layer(
-    owner: Owner, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
-) -> torch.Tensor:
-    """Launch a layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
-    received = dispatch(owner, tokens, topk_weights, topk_ids)
-    return combine(owner, run_experts(owner, received, experts), received)
 
 
 def compiled_form(

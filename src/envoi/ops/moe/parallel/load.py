@@ -13,9 +13,9 @@ NO_CALL = -1
 class Busiest:
     """Rank and expert that bound a layer in the calls of a `Load`: the busiest rank, for which the others wait.
 
-    num_calls: calls with at least one token. rank_calls: those in which `rank` had the most. imbalance: the busiest
-    rank's tokens over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many
-    times as long as with an even load. rank_load, expert_load: tokens over the mean of all ranks, of all experts.
+    num_calls: calls with a token. rank_calls: those in which `rank` had the most. imbalance: the busiest rank's tokens
+    over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many times as long.
+    rank_load, expert_load: tokens over the mean of all ranks, of all experts.
     """
 
     num_calls: int
@@ -39,11 +39,10 @@ class Load:
     """Tokens that the last calls of an `ExpertParallel` brought to each expert, from all ranks; equal on all of them.
 
     num_tokens_per_expert [calls, num_experts] int32, the newest call last: slots with the expert, on the device where
-    they were counted. Rows are -1 for calls that haven't been made.
-    expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1].
+    they were counted; -1 for calls that haven't been made. expert_offsets: rank r owns experts expert_offsets[r] :
+    expert_offsets[r + 1].
 
-    Tensors are filled on the device, in the order of its stream; printing a Load, or asking for what is `busiest`,
-    waits for them.
+    Tensors are filled in the order of the device's stream; printing a Load, or `busiest`, waits for them.
     """
 
     num_tokens_per_expert: torch.Tensor

@@ -1,21 +1,18 @@
-"""Opening of an ExpertParallel: arguments, the process group, what all ranks have to agree on, and their hosts.
+"""Opening of an ExpertParallel: arguments, the process group, what all ranks have to agree on, and the exchange.
 
-Ranks may be grouped by host, so that a token crosses to another host once. Host g of G has L ranks; its rank of local
-rank l exchanges with the ranks l of the other hosts (a rail), and then with the ranks of its own host. Example: hosts
-a, a, b, b: rails {0, 2} and {1, 3}. Over gloo `constant` exchanges tokens so; over NCCL `rail`, with kernels within a
-host.
+No rank waits for one that failed: each step is taken on all ranks before the next.
 """
 
-import hashlib
-import itertools
+import json
 import platform
 import socket
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from numbers import Real
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,20 +20,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe, expect_int, expect_tensor
+from envoi.estimates.exchange import gathering_pays, link_of, presum_pays
 from envoi.ops.moe.op import constants_of, tensors_of
-from envoi.ops.moe.parallel.collectives import Channel, connect_ranks, gather_ints, gather_texts
+from envoi.ops.moe.parallel import collectives, nvlink
+from envoi.ops.moe.parallel.collectives import Channel
+from envoi.ops.moe.parallel.counted import Counted
+from envoi.ops.moe.parallel.exchange import OnDevice, Owner, Team
 from envoi.ops.moe.parallel.failure import Watch
+from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.store import connect, is_on_this_host
 from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing, expect_experts
 
+Exchange = OnDevice | Counted
 OPENING = "opening the group"
 DEFAULT_TIMEOUT_S = 10.0
 MAX_TIMEOUT_S = 2000  # kernels take it in microseconds, as int32
 NO_FUSED = "tokens, L1 and L2 in one launch took 1.02 times as long as in two over 12 layers on 4 GPUs, and was removed"
 CONNECT_TRIES = 5  # gloo's tries to connect, each with its timeout
+HOSTNAME = "hostname"
+LEAST_NCCL_TIMEOUT_S = 600.0
 
-_serials: dict[str, itertools.count] = {}
+_rails: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Any]]" = weakref.WeakKeyDictionary()
+# Exchanges of earlier objects: those of equal sizes, such as a model's layers, use the same memory in turn.
+_opened: "weakref.WeakValueDictionary[tuple, OnDevice]" = weakref.WeakValueDictionary()
+
+
+class Peer(NamedTuple):
+    """Rank, as it tells its peers about itself when an object is opened.
+
+    same: arguments that have to be the same on all ranks, in words. kernels: what decides, with those of all, which
+    kernels a call on given memory needs. host, machine: names. by_store: whether the default group's store is on this
+    host. why_not: the reason why it has no kernels, or "".
+    """
+
+    same: dict[str, str]
+    num_experts: int
+    kernels: str
+    host: str
+    machine: str
+    by_store: bool
+    why_not: str
 
 
 class Wanted(NamedTuple):
@@ -59,13 +84,10 @@ EXCHANGES = {
 
 def wanted_by(exchange: str, hosts: Any, presum: Any, fused: Any) -> tuple[str, list[str]]:
     """Return the `exchange` that deprecated arguments mean, and a warning for each of them."""
-    warned = []
-    if fused is False:
-        warned.append("fused: False is what ExpertParallel does; leave the argument away")
+    warned = ["fused: False is what ExpertParallel does; leave the argument away"] if fused is False else []
     if isinstance(presum, bool):
-        suffix = ("sums" if presum else "rows") if hosts is None else ("hosts+sums" if presum else "hosts")
-        warned.append(f'presum: is deprecated; pass exchange="{suffix}" instead')
-        exchange = suffix
+        exchange = ("sums" if presum else "rows") if hosts is None else ("hosts+sums" if presum else "hosts")
+        warned.append(f'presum: is deprecated; pass exchange="{exchange}" instead')
     elif hosts is not None and exchange == "auto":
         warned.append('hosts: without exchange is deprecated; pass exchange="hosts" too')
         exchange = "hosts"
@@ -91,11 +113,11 @@ def check_options(
         raise ValueError(f"exchange: expected one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
     if presum is not None and exchange != "auto":
         raise ValueError(f"presum: expected None with exchange {exchange!r}, which says it, got {presum}")
-    route = EXCHANGES[exchange].route
     if hosts is not None and exchange not in ("auto", "hosts", "hosts+sums"):
         raise ValueError(f'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange {exchange!r}')
-    if route == "gathered" and None in (max_tokens, num_topk):
-        raise ValueError(f"exchange: expected max_tokens and num_topk with {exchange!r}, got None")
+    wanted = wanted_by(exchange, hosts, presum, None)[0]
+    if EXCHANGES[wanted].route in ("gathered", "hosts") and None in (max_tokens, num_topk):
+        raise ValueError(f"exchange: expected max_tokens and num_topk with {wanted!r}, got None")
 
 
 def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -120,37 +142,6 @@ def check_sizes(
 
 def _is_timeout(seconds: object) -> bool:
     return isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 < float(seconds) <= MAX_TIMEOUT_S
-
-
-def device_and_timeout(experts: ExpertWeights, timeout_s: float) -> tuple[torch.device, float]:
-    """Return the experts' device and the timeout; for arguments to be refused, defaults that can tell the peers so."""
-    device = experts.device if isinstance(experts, ExpertWeights) else torch.device("cpu")
-    return device, timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
-
-
-def raise_together(refusals: list[str], mine: str) -> None:
-    """Raise ValueError on all ranks if one refused its arguments: the others would hang in the next exchange."""
-    first = next((rank for rank, text in enumerate(refusals) if text), None)
-    if first is not None:
-        raise ValueError(mine or f"rank {first} of the group refused its arguments: {refusals[first]}")
-
-
-def first_error(step: Callable[[], None]) -> str:
-    """Run a step; return the first line of its RuntimeError, or ""."""
-    try:
-        step()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-    return ""
-
-
-def complaint(check: Callable, *arguments: object) -> str:
-    """Run a check; return the text of its ValueError, or ""."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup:
@@ -179,8 +170,10 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
     return group
 
 
-def open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
-    """Connect this rank to all others. Collective; raises PeerTimeout."""
+def open_channel(group: dist.ProcessGroup, experts: ExpertWeights, timeout_s: float, name: str) -> Channel:
+    """Connect this rank to all others, also to tell them that its arguments are refused. Collective."""
+    device = experts.device if isinstance(experts, ExpertWeights) else torch.device("cpu")
+    timeout_s = timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
     ranks = dist.get_process_group_ranks(group)
     # Only through the default group's store can ranks be told anything when a collective can't reach them.
     watch = Watch(connect(), name, ranks, dist.get_rank(), timeout_s)
@@ -199,167 +192,51 @@ def open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: floa
     return Channel(control, control, torch.device("cpu"), watch)
 
 
-def name_object(ranks: list[int]) -> str:
-    """Make a unique name, equal on all ranks of a group, whatever other groups some of them belong to."""
-    members = ",".join(map(str, ranks))
-    return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
+def tell_peers(channel: Channel, experts: ExpertWeights, same: dict[str, str], num_sms: int | None) -> list[Peer]:
+    """Tell all ranks about this one, and return what each of them has told. Collective.
 
-
-def agree_on_sizes(
-    channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
-    exchange: str,
-) -> list[int]:  # fmt: skip
-    """Return every rank's number of experts. Raises ValueError unless all else is equal on all ranks. Collective."""
-    mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
-    mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
-    texts = gather_texts(channel, mine, OPENING)
-    same_everywhere("experts", texts)
-    same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", OPENING))
-    same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {exchange=}", OPENING))
-    return gather_ints(channel, [experts.num_local_experts], OPENING)[:, 0].tolist()
-
-
-def agree_on_kernels(channel: Channel, experts: ExpertWeights, num_sms: int | None) -> str:
-    """Return a text, equal on all ranks, that decides which kernels a call on given memory needs. Collective."""
-    forms = [None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(experts)]
-    kinds = gather_texts(channel, repr((constants_of(experts), forms, num_sms)), OPENING)
-    return hashlib.sha256(repr(kinds).encode()).hexdigest()
-
-
-def same_everywhere(what: str, values: list) -> None:
-    """Raise ValueError unless all ranks' values are equal."""
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise ValueError(
-                f"{what}: expected the same on every rank, got {values[0]} on rank 0, {value} on rank {rank}"
-            )
-
-
-def ranks_by_store(channel: Channel) -> list[int]:
-    """Return, for each rank of the group, 1 if it runs on the host of the default group's store. Collective."""
-    here = is_on_this_host(dist.distributed_c10d._get_default_store())
-    return gather_ints(channel, [here], OPENING)[:, 0].tolist()
-
-
-HOSTNAME = "hostname"
-LEAST_NCCL_TIMEOUT_S = 600.0
-_rails: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Hosts of a group.
-
-    host, local_rank [num_ranks] int64: each rank's host, and its number there. grid [local ranks, hosts] int64: the
-    rank at each.
+    same: arguments in words. Raises ValueError unless they, and the layers' sizes, are equal on all ranks.
     """
-
-    host: torch.Tensor
-    local_rank: torch.Tensor
-    grid: torch.Tensor
-
-    @staticmethod
-    def of(names: Sequence[str]) -> "Grid":
-        """Arrange the ranks by the names of their hosts, equally many on each, in the order of the ranks."""
-        order = list(dict.fromkeys(names))
-        host = [order.index(x) for x in names]
-        local_rank = [names[:rank].count(names[rank]) for rank in range(len(names))]
-        grid = torch.empty(len(names) // len(order), len(order), dtype=torch.int64, device="cpu")
-        for rank, (x, y) in enumerate(zip(local_rank, host, strict=True)):
-            grid[x, y] = rank
-        return Grid(torch.tensor(host, device="cpu"), torch.tensor(local_rank, device="cpu"), grid)
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return self.grid.shape[1]
-
-    def rail(self, rank: int) -> list[int]:
-        """Return the ranks of this rank's local rank on all hosts, in the order of the hosts."""
-        return self.grid[self.local_rank[rank]].tolist()
-
-    def inside(self, rank: int) -> list[int]:
-        """Return the ranks of this rank's host, in the order of their places."""
-        return self.grid[:, self.host[rank]].tolist()
+    layer = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
+    layer += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit}"
+    layer += f" bias={experts.down_bias is not None}"
+    forms = [None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(experts)]
+    mine = Peer(
+        {"experts": layer} | same, experts.num_local_experts, repr((constants_of(experts), forms, num_sms)),
+        socket.gethostname(), platform.node(), is_on_this_host(dist.distributed_c10d._get_default_store()),
+        nvlink.why_not_kernels(experts),
+    )  # fmt: skip
+    peers = [Peer(*json.loads(text)) for text in collectives.gather_texts(channel, json.dumps(mine), OPENING)]
+    for what in mine.same:
+        collectives.same_everywhere(what, [peer.same[what] for peer in peers])
+    return peers
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Hosts of a group, and this rank's connections: to its rail, and to its host, None where it is there alone."""
+def hosts_of(peers: list[Peer], hosts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return each rank's host, none if all are on one. hosts: names, or HOSTNAME, which all ranks were given alike.
 
-    grid: Grid
-    rail: Channel
-    inside: Channel | None
-
-
-def check_hosts(hosts: str | Sequence[str], num_ranks: int, sizes: tuple) -> None:
-    """Raise ValueError unless every rank is on a host, and all hosts have equally many. sizes: max_tokens, num_topk."""
-    if hosts == HOSTNAME:
-        names = [HOSTNAME] * num_ranks  # what they are is asked later
-    elif isinstance(hosts, str) or not isinstance(hosts, Sequence) or not all(isinstance(x, str) for x in hosts):
+    Raises ValueError, on all ranks, unless every rank is on a host, ranks of one host are on one machine, whose memory
+    they share, and all hosts have equally many.
+    """
+    names = [peer.host for peer in peers] if hosts == HOSTNAME else hosts
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(x, str) for x in names):
         raise ValueError(f'hosts: expected the name of each rank\'s host, "hostname" or None, got {describe(hosts)}')
-    else:
-        names = list(hosts)
-    if len(names) != num_ranks:
-        raise ValueError(f"hosts: expected a name for each of the {num_ranks} ranks, got {len(names)}")
+    if len(names) != len(peers):
+        raise ValueError(f"hosts: expected a name for each of the {len(peers)} ranks, got {len(names)}")
     if "" in names:
         raise ValueError(f"hosts: expected a host for every rank, got none for rank {names.index('')}")
-    counts = {name: names.count(name) for name in names}
+    counts = Counter(names)
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} on {name!r}" for name, count in counts.items())
         raise ValueError(f"hosts: expected as many ranks on every host, got {found}")
-    if None in sizes:
-        raise ValueError("hosts: expected max_tokens and num_topk with them, got None")
-
-
-def check_backend(over_gloo: bool, device: torch.device) -> None:
-    """Raise ValueError unless ranks on this device can be grouped by host over the group's backend."""
-    if device.type == "cuda" and over_gloo:
-        raise ValueError(f"hosts: expected a group of NCCL for experts on {device}, got one of gloo")
-    if device.type != "cuda" and not over_gloo:
-        raise ValueError(f"hosts: expected a group of gloo for experts on {device}, got one of NCCL")
-    if not over_gloo and not dist.is_nccl_available():
-        raise ValueError(f"hosts: expected a torch with NCCL built in, got {torch.__version__} without it")
-
-
-def agree_on_hosts(
-    channel: Channel, hosts: str | Sequence[str], sizes: tuple[int | None, int | None], device: torch.device
-) -> list[str]:
-    """Return every rank's host. Raises ValueError on all ranks if one is refused or they differ. Collective.
-
-    device: the experts'.
-    """
-    over_gloo = channel.data is channel.control
-    refusal = complaint(check_hosts, hosts, channel.num_ranks, sizes) or complaint(check_backend, over_gloo, device)
-    raise_together(gather_texts(channel, refusal, OPENING), refusal)
-    if hosts == HOSTNAME:
-        hosts = gather_texts(channel, socket.gethostname(), OPENING)
-        check_hosts(hosts, channel.num_ranks, sizes)  # the same names, so the same error, on all ranks
-    same_everywhere("hosts", gather_texts(channel, ", ".join(hosts), OPENING))
-    if not over_gloo:
-        check_machines(list(hosts), gather_texts(channel, platform.node(), OPENING))
-    return list(hosts)
-
-
-def check_machines(hosts: list[str], machines: list[str]) -> None:
-    """Raise ValueError if ranks on different machines were given one host: they don't share memory."""
-    for rank, (host, machine) in enumerate(zip(hosts, machines, strict=True)):
-        first = hosts.index(host)
-        if machine != machines[first]:
+    for rank, (host, peer) in enumerate(zip(names, peers, strict=True)):
+        first = names.index(host)
+        if peer.machine != peers[first].machine:
             raise ValueError(
-                f"hosts: expected ranks of host {host!r} on one machine, got rank {first} on {machines[first]!r} "
-                f"and rank {rank} on {machine!r}"
+                f"hosts: expected ranks of host {host!r} on one machine, got rank {first} on {peers[first].machine!r} "
+                f"and rank {rank} on {peer.machine!r}"
             )
-
-
-def connect_hosts(channel: Channel, names: Sequence[str], name: str, timeout_s: float) -> Hosts:
-    """Connect this rank to its rail and to its host, over gloo. Collective; raises PeerTimeout."""
-    grid, mine = Grid.of(names), channel.rank
-    if len(grid.grid) == 1:
-        return Hosts(grid, channel, None)
-    rail = _connect(channel, f"{name}/rail {grid.local_rank[mine]}", grid.rail(mine), timeout_s)
-    inside = _connect(channel, f"{name}/host {grid.host[mine]}", grid.inside(mine), timeout_s)
-    return Hosts(grid, rail, inside)
+    return tuple(names) if len(counts) > 1 else ()
 
 
 def connect_rail(channel: Channel, group: dist.ProcessGroup, names: Sequence[str], name: str, timeout_s: float) -> Any:
@@ -368,17 +245,9 @@ def connect_rail(channel: Channel, group: dist.ProcessGroup, names: Sequence[str
     Objects of one group with the same hosts have one backend, which lives as long as the group. Closing an object
     doesn't free it: NCCL would wait until every graph that holds a collective of it is gone.
     """
-    opened = _rails.setdefault(group, {})
-    if tuple(names) not in opened:
-        rail = _connect_nccl(channel, Grid.of(names), name, timeout_s)
-        connect_ranks(channel, rail, OPENING)  # one that fails isn't for a later object
-        opened[tuple(names)] = rail
-    return opened[tuple(names)]
-
-
-def _connect_nccl(channel: Channel, grid: Grid, name: str, timeout_s: float) -> Any:
-    members = grid.rail(channel.rank)
+    opened, grid, left_s = _rails.setdefault(group, {}), Grid.of(names), channel.watch.left_s
     local_rank = int(grid.local_rank[channel.rank])
+    members = grid.grid[local_rank].tolist()
 
     def make(store: Store) -> Any:
         # torch ends the process where a collective takes longer than this; Envoi ends the collective long before.
@@ -386,17 +255,116 @@ def _connect_nccl(channel: Channel, grid: Grid, name: str, timeout_s: float) -> 
         nccl: Any = dist.ProcessGroupNCCL
         return nccl(PrefixStore(f"{name}/rail {local_rank}", store), members.index(channel.rank), len(members), longest)
 
-    return channel.watch.connect(OPENING, make, channel.watch.left_s)
+    if tuple(names) not in opened:
+        rail = channel.watch.connect(OPENING, make, left_s)
+        collectives.connect_ranks(channel, rail, OPENING)  # one that fails isn't for a later object
+        opened[tuple(names)] = rail
+    return opened[tuple(names)]
 
 
-def _connect(channel: Channel, name: str, members: list[int], timeout_s: float) -> Channel:
-    left_s = channel.watch.left_s
+def open_exchange(
+    team: Team, intermediate: int, layout: SharedLayout | None, wanted: Wanted, group: dist.ProcessGroup,
+    hosts: Sequence[str], backend: Any,
+) -> tuple[Exchange, str]:  # fmt: skip
+    """Return the exchange of a group, and why it is none by kernels over NVLink, or why it is. Collective.
 
-    def make(store: Store) -> ProcessGroupGloo:
-        a_try = timedelta(seconds=left_s / CONNECT_TRIES)
-        return ProcessGroupGloo(PrefixStore(name, store), members.index(channel.rank), len(members), a_try)
+    layout: None without max_tokens and num_topk. hosts: each rank's host, if tokens are exchanged by host; backend:
+    then NCCL's of the rail.
+    """
+    found = None
+    if not team.channel.queues:
+        return Counted(team.channel), "the group is one of gloo, over which rows are counted"
+    if why := next(filter(None, (peer.why_not for peer in team.peers)), ""):
+        layout = None
+    elif layout is None:
+        why = "max_tokens and num_topk weren't given"
+    elif hosts:
+        layout = replace(layout, presum=bool(wanted.presum))
+        found, why = _open_rail(team, layout, hosts, group, backend, "hosts")
+    elif wanted.route is not None:
+        why = f"exchange is {wanted.route!r}"
+    else:
+        found, why = open_domain(team, with_presum(layout, intermediate, wanted.presum), group)
+    return found or _open_between_all(team, layout, wanted, group), why
 
-    gloo = channel.watch.connect(OPENING, make, left_s)
-    gloo._set_default_timeout(timedelta(seconds=timeout_s))
-    group = cast(dist.ProcessGroup, gloo)
-    return Channel(group, group, channel.device, channel.watch)
+
+def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None) -> SharedLayout:
+    """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster."""
+    if presum is None:
+        sizes = layout.hidden, intermediate, layout.num_topk, layout.max_tokens
+        presum = presum_pays(*sizes, layout.num_ranks, layout.format)
+    return replace(layout, presum=presum)
+
+
+def open_domain(team: Team, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[OnDevice | None, str]:
+    """Return the exchange by memory that all ranks share over NVLink, or None, and the reason. Collective."""
+    if len({peer.machine for peer in team.peers}) > 1:
+        return None, "the ranks are on several hosts"
+
+    def allocate() -> Owner:
+        sizes = team.channel.rank, list(team.expert_offsets), team.channel.watch.timeout_s
+        return nvlink.allocate(layout, *sizes, team.rank_ends.device)
+
+    why = "all ranks reach each other's memory"
+    return _open(team, "memory", (layout,), why, allocate, lambda domain: nvlink.connect(domain, group))
+
+
+def _open_rail(
+    team: Team, layout: SharedLayout, hosts: Sequence[str], group: dist.ProcessGroup, backend: Any, name: str
+) -> tuple[OnDevice | None, str]:
+    """Return the exchange by a rail between hosts, and within them by memory; or None, and why. Collective."""
+    grid, rank, watch = Grid.of(hosts), team.channel.rank, team.channel.watch
+    alone = len(grid.grid) == 1
+
+    def allocate() -> Owner:
+        sizes = HostsLayout(layout, len(set(hosts))), grid, rank, team.expert_offsets, watch.timeout_s
+        return open_rail(*sizes, team.rank_ends.device, shared=not alone)
+
+    def share(made: Any) -> None:
+        if alone:
+            return nvlink.set_peers(made.domain, [made.domain.memory.data_ptr()])
+        at = f"{team.name}/memory of host {int(grid.host[rank])}"
+        store = watch.ask(lambda store: PrefixStore(at, store), watch.timeout_s)
+        return nvlink.connect_part(made.domain, at, store)
+
+    key = tuple(hosts), layout, group.group_name
+    steps = share, lambda made: made.connect(backend, watch)
+    return _open(team, name, key, "ranks are grouped by host", allocate, *steps)
+
+
+def _open_between_all(team: Team, layout: SharedLayout | None, wanted: Wanted, group: dist.ProcessGroup) -> Exchange:
+    """Return an exchange between all ranks alike over NCCL, of constant sizes if that is faster. Collective."""
+    collectives.connect_ranks(team.channel, team.channel.data, OPENING)
+    if layout is None or wanted.route == "counted":
+        return Counted(team.channel)
+    link = link_of("nccl", len({peer.machine for peer in team.peers}) == 1)
+    sizes = layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden, layout.token_bytes
+    if wanted.route != "gathered" and not gathering_pays(link, *sizes, bool(wanted.presum)):
+        return Counted(team.channel)
+    layout, names = replace(layout, presum=bool(wanted.presum)), [str(rank) for rank in range(layout.num_ranks)]
+    found, _ = _open_rail(team, layout, names, group, group, "gathered")
+    return found or Counted(team.channel)
+
+
+def _open(
+    team: Team, name: str, sizes: tuple, why: str, allocate: Callable[[], Owner], *steps: Callable[[Any], None]
+) -> tuple[OnDevice | None, str]:
+    """Return an earlier object's exchange if all ranks have it; else a new one; or None and the first rank's error.
+
+    steps: are taken with what `allocate` has returned. Collective.
+    """
+    key = name, tuple(team.channel.watch.ranks), *sizes, team.expert_offsets, team.channel.watch.timeout_s
+    found = _opened.get(key)
+    if found is not None and (found.domain.watch.failure is not None or any(found.domain.codes[0])):
+        found = None  # a rank was lost: flags can't be trusted any more, and collectives were ended
+    if all(collectives.gather_texts(team.channel, "known" if found is not None else "", OPENING)):
+        return found, why
+    made: list[Owner] = []
+    for step in (lambda: made.append(allocate()), *(lambda step=step: step(made[0]) for step in steps)):
+        error = collectives.complaint(step, kind=RuntimeError).partition("\n")[0]
+        for rank, text in enumerate(collectives.gather_texts(team.channel, error, OPENING)):
+            if text:
+                return None, f"rank {rank}: {text}"
+    _opened[key] = found = OnDevice(made[0], name, team.channel.rank)
+    found.domain.watch = team.channel.watch
+    return found, why

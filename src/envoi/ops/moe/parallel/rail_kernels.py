@@ -16,8 +16,15 @@ import triton.language as tl
 
 from envoi.epilogues.codes_triton import widen
 from envoi.ops.moe.parallel import rail
-from envoi.ops.moe.parallel.combine_kernels import store_total
-from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, LOST, OUTCOME, ints
+from envoi.ops.moe.parallel.combine_kernels import (
+    BAD_IDS,
+    LATE_AT_COMBINE,
+    LATE_AT_DISPATCH,
+    LOST,
+    OUTCOME,
+    ints,
+    store_total,
+)
 
 ERROR_CODE: tl.constexpr = tl.constexpr(5)  # the entry of the head that says why a rank's arguments are refused
 CALL: tl.constexpr = tl.constexpr(6)  # the entry of the head that says in which call the parcel was packed

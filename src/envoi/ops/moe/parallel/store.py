@@ -5,6 +5,7 @@ the store's own timeout. So each process has a connection of its own beside the 
 requests one after the other.
 """
 
+import math
 import queue
 import socket
 import threading
@@ -15,7 +16,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -58,10 +58,7 @@ class Connection:
         return future
 
     def answer(self, request: Request[T], within_s: float) -> T:
-        """Make a request and return its answer. Raises StoreSilentError if that takes longer than within_s.
-
-        Raises RuntimeError if the store is gone.
-        """
+        """Make a request and return its answer. Raises StoreSilentError after within_s, RuntimeError if it is gone."""
         try:
             return self.ask(request).result(max(0.0, within_s))
         except NotDone:
@@ -80,36 +77,32 @@ class Lookout:
         self.alarm: int | None = None
         self._connection, self._name, self._ranks = connection, name, ranks
         self._asked: Future | None = None
-        self._said: dict[int, str] = {}
-        self._until: dict[int, float] = {}
+        self._compilers: dict[int, str] = {}
+        self._changed = -math.inf  # when it was seen that other ranks compile, or other kernels
 
     def look(self, within_s: float = 0.0) -> None:
-        """Take the store's answer if there is one within a moment, and ask if it owes none.
-
-        Raises RuntimeError if the store is gone.
-        """
+        """Take the store's answer if there is one within a moment, and ask if it owes none. RuntimeError: gone."""
         asked = self._asked = self._asked or self._connection.ask(self._read)
         if within_s:
             wait_for_futures([asked], within_s)
         if asked.done():
             self._asked = None
-            self.alarm, said = asked.result()
-            for rank, number in said.items():
-                if number != self._said.get(rank, NO_COMPILER):
-                    self._until[rank] = time.monotonic() + (IDLE_S if number == NO_COMPILER else COMPILES_S)
-            self._said = said
+            self.alarm, compilers = asked.result()
+            if compilers != self._compilers:
+                self._compilers, self._changed = compilers, time.monotonic()
 
     def compiles(self) -> bool:
         """Tell whether a peer compiles, or did a moment ago. Asks once more, and waits for the answer a moment."""
         for _ in range(2 if self._ranks else 0):  # the first may be an earlier answer
             with suppress(RuntimeError):
                 self.look(10 * ANSWER_S)
-        return any(time.monotonic() < until for until in self._until.values())
+        return time.monotonic() - self._changed < (COMPILES_S if self._compilers else IDLE_S)
 
     def _read(self, store: Store) -> tuple[int | None, dict[int, str]]:
         ours, keys = PrefixStore(self._name, store), {rank: f"envoi/compiling/{rank}" for rank in self._ranks}
         alarm = int(ours.get("alarm")) if ours.check(["alarm"]) else None
-        return alarm, {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        numbers = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        return alarm, {rank: number for rank, number in numbers.items() if number != NO_COMPILER}
 
 
 class Compiler:
@@ -178,12 +171,8 @@ def _serve(requests: queue.SimpleQueue) -> None:
     _fulfil(opened, requests.get().clone)
     while (item := requests.get()) is not None:
         request, future = item
-        _fulfil(future, partial(_make_request, request, opened))
+        _fulfil(future, lambda request=request: request(opened.result()))
         del item, request, future
-
-
-def _make_request(request: Request[T], opened: "Future[Store]") -> T:
-    return request(opened.result())
 
 
 def _fulfil(future: Future, step: Callable[[], Any]) -> None:
