@@ -37,6 +37,7 @@ def permuted(a: torch.Tensor, b: torch.Tensor, choice: torch.Tensor) -> torch.Te
 MORE = {
     "prmt.b32": permuted,
     "xor.b32": lambda a, b: a ^ b,
+    "not.b32": lambda a: ~a & 0xFFFFFFFF,
     "cvt.u16.u32": lambda a: a & 0xFFFF,
     "cvt.f32.f16": lambda a: bits_of(a.to(torch.int32).to(torch.int16).view(torch.float16)),
     "cvt.rn.bf16x2.f32": lambda a, b: packed(float32(b).bfloat16(), float32(a).bfloat16()),
@@ -74,19 +75,16 @@ def test_every_pair_becomes_e4m3():
         assert torch.equal(e4m3(registers[name], i) * 2**8, q.roll(i).double() - 8)
 
 
-def test_every_pair_less_the_middle_becomes_e4m3():
-    registers = {"$2": words(False)}
-    run(int4.MIDDLE_CODE.value, registers)
-    for i, (name, q) in itertools.product(range(4), (("$0", FIRST), ("$1", SECOND))):
-        assert torch.equal(e4m3(registers[name], i) * 2**8, q.roll(i).double() - 7.5)
-
-
-@pytest.mark.parametrize("byte", [0, 1])
-def test_the_middle_less_every_zero_point_becomes_a_float(byte):
-    zeros = torch.arange(LARGEST_ZERO + 1)
-    registers = {"$1": zeros.roll(-byte) | zeros.roll(1 - byte) << 8}
-    run(int4.added_code(byte), registers)
-    assert torch.equal(int4.MIDDLE.value - float32(registers["$0"]).double(), 7.5 - zeros)
+def test_every_pair_less_every_zero_point_becomes_e4m3():
+    for zero in range(LARGEST_ZERO + 1):
+        other = LARGEST_ZERO - zero
+        registers = {"$2": words(False)}
+        registers |= {
+            name: torch.full_like(registers["$2"], (128 - z) * 0x01010101) for name, z in (("$6", zero), ("$10", other))
+        }
+        run(int4.with_zeros_code(), registers)
+        for i, (name, q, z) in itertools.product(range(4), (("$0", FIRST, zero), ("$1", SECOND, other))):
+            assert torch.equal(e4m3(registers[name], i) * 2**9, q.roll(i).double() - z)
 
 
 def random_factors(half: bool) -> torch.Tensor:

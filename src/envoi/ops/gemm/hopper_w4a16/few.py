@@ -66,8 +66,6 @@ class Buffers:
     routed_factors: torch.Tensor  # float32 [P]
     hidden: torch.Tensor  # uint8 [P, 2 I]
     hidden_factors: torch.Tensor  # float32 [P, I / 32]
-    routed_sums: torch.Tensor | None  # float32 [P, H / 32], for weights with zero points
-    hidden_sums: torch.Tensor | None  # float32 [P, I / 32], likewise
     rows: torch.Tensor  # bf16 [P, H]
     out: torch.Tensor  # bf16 [num_tokens, H]
 
@@ -124,12 +122,9 @@ def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) ->
     else:
         routed, hidden = empty(P, 2 * H, dtype=torch.uint8), empty(P, 2 * intermediate, dtype=torch.uint8)
         hidden_factors = empty(P, intermediate // 32)
-    routed_sums = None if layer.gate_up.zeros is None else empty(P, H // 32)
-    hidden_sums = None if layer.down.zeros is None else empty(P, intermediate // 32)
     return Buffers(
         empty(layer.num_experts + 1, dtype=torch.int32), empty(*topk_ids.shape, dtype=torch.int32), empty(P), routed,
-        empty(P), hidden, hidden_factors, routed_sums, hidden_sums, empty(P, H, dtype=torch.bfloat16),
-        empty(M, H, dtype=torch.bfloat16),
+        empty(P), hidden, hidden_factors, empty(P, H, dtype=torch.bfloat16), empty(M, H, dtype=torch.bfloat16),
     )  # fmt: skip
 
 
@@ -144,9 +139,8 @@ def permute_launch(
     each = k if M * k <= PERMUTING else 1
     return permute_kernel, (M * each + -(-(E + 1) // EXPERTS),), (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
-        buffers.routed_factors, buffers.routed_sums, buffers.row_weights,
-        buffers.hidden_factors if layer.fp8 else None, M, E, H, k, next_power_of_2(k), block, next_power_of_2(H),
-        EXPERTS, each, on_gpu, on_gpu,
+        buffers.routed_factors, buffers.row_weights, buffers.hidden_factors if layer.fp8 else None, M, E, H, k,
+        next_power_of_2(k), block, next_power_of_2(H), EXPERTS, each, on_gpu, on_gpu,
     ), {"num_warps": 8}  # fmt: skip
 
 
@@ -163,18 +157,17 @@ def gemm_launch(
     flags = workspace.counters(num_ctas, device)
     if config.is_l1:
         weights, bias = layer.gate_up, layer.gate_up_bias
-        sides = buffers.routed, buffers.routed_factors, buffers.routed_sums, buffers.hidden, buffers.hidden_factors
+        sides = buffers.routed, buffers.routed_factors, buffers.hidden, buffers.hidden_factors
     else:
         weights, bias = layer.down, layer.down_bias
-        sides = buffers.hidden, buffers.hidden_factors, buffers.hidden_sums, buffers.rows, buffers.hidden_factors
-    values, factors, token_sums, out, out_factors = sides
+        sides = buffers.hidden, buffers.hidden_factors, buffers.rows, buffers.hidden_factors
+    values, factors, out, out_factors = sides
     values = values if config.quantises else values.view(torch.float8_e4m3fn)
     tables = tables_on(device) if config.looks_up else None
     return few_kernel, (num_ctas,), (
-        values, factors, token_sums, weights.values.view(torch.int32), as_words(weights.sf), weights.zeros,
-        weights.scale, tables, buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors,
-        buffers.hidden_sums if config.sums_hidden else None, buffers.offsets, topk_ids, sums, flags,
-        weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
+        values, factors, weights.values.view(torch.int32), as_words(weights.sf), weights.zeros, weights.scale, tables,
+        buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
+        sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
     ), {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}  # fmt: skip
 
 

@@ -33,6 +33,11 @@ class Int4Form(Constant):
     half: bool
     has_zeros: bool
 
+    @property
+    def up(self) -> float:
+        """Return what sums of E4M3 weights lack, more than those of MXFP4: 2^8 or 2^9 is all of it."""
+        return 16.0 if self.has_zeros else 8.0
+
 
 @dataclass(frozen=True)
 class FewConfig(Constant):
@@ -51,7 +56,6 @@ class FewConfig(Constant):
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
     int4: form of INT4 weights, None for MXFP4.
-    sums_hidden: of `is_l1`: store sums of the second GEMM's tokens, whose weights have zero points.
     """
 
     tile_tokens: int
@@ -71,7 +75,6 @@ class FewConfig(Constant):
     fp8: bool = False
     looks_up: bool = False
     int4: Int4Form | None = None
-    sums_hidden: bool = False
 
     @property
     def words_per_step(self) -> int:
@@ -139,31 +142,11 @@ class FewConfig(Constant):
         return self.int4 is not None and self.int4.has_zeros
 
     @property
-    def zeros_per_group(self) -> int:
-        """Zero points of a row in a group of steps."""
-        return self.unroll * self.words_per_step if self.has_zeros else 0
-
-    @property
-    def sums_per_group(self) -> int:
-        """Room for the sums of a token's numbers that share these: K of one or two products in TF32."""
-        return max(8, next_power_of_2(self.zeros_per_group)) if self.has_zeros else 0
-
-    @property
-    def zero_loads(self) -> int:
-        """Loads with which four threads have these zero points."""
-        return -(-self.zeros_per_group // 4)
-
-    @property
-    def sums_at(self) -> int:
-        """Steps of shared memory in front of these sums: those of tokens and of their factors."""
-        return self.num_slabs * 16 + self.num_k_groups // 32
-
-    @property
     def own_steps(self) -> int:
         """Steps of tokens that take as much shared memory as this GEMM needs."""
         from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
 
-        steps = self.sums_at + -(-self.num_groups * self.sums_per_group // 32)
+        steps = self.num_slabs * 16 + self.num_k_groups // 32
         return -(-steps // 16) * 16 if WHOLE_VIEWS else steps
 
     @property
@@ -214,14 +197,14 @@ def few_configs(
     unrolls = UNROLLED_FP8 if fp8 and not looks_up else UNROLLED
     common = FewConfig(
         8, 4, l1, 0, unroll_of(l1, unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
-        looks_up=looks_up, int4=forms[0], sums_hidden=forms[1] is not None and forms[1].has_zeros,
+        looks_up=looks_up, int4=forms[0],
     )  # fmt: skip
 
     def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
         first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps)
         second = replace(
             first, num_steps=l2, unroll=unroll_of(l2, unrolls), is_l1=False, activation="", limit=None, max_slots=0,
-            int4=forms[1], sums_hidden=False,
+            int4=forms[1],
         )  # fmt: skip
         room = max(first.own_steps, second.own_steps)
         return replace(first, room_steps=room), replace(second, room_steps=room)

@@ -18,7 +18,6 @@ class Outputs:
     bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
     out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
     32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
-    out_sums: float32 pointer [rows, I / 32] of the first GEMM if the second one's weights have zero points, else None.
     With FP8 tokens out is bf16 of both, and out_factors int32 [rows], the bits of a row's largest magnitude.
     token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by; of the second GEMM
     of FP8 tokens int32, the bits of the largest magnitude.
@@ -29,7 +28,6 @@ class Outputs:
     row_weights: gl.tensor
     out: gl.tensor
     out_factors: gl.tensor
-    out_sums: Scalar
     token_factors: gl.tensor
     num_row_tiles: Scalar
     cfg: gl.constexpr
@@ -166,22 +164,6 @@ def store_split(h, tile, outputs):
     count = outputs.num_row_tiles // (shared // GROUP)
     inside = (token < tile.token_end) & (group < count)
     gl.store(outputs.out_factors + token.to(gl.int64) * count + group, factors, mask=inside)
-    if cfg.sums_hidden:
-        store_sums(h, tile, outputs)
-
-
-@gluon.jit
-def store_sums(h, tile, outputs):
-    """Store an eighth of the sums of 32 activations: what products with weights 2^-8 come to, as in `tokens`."""
-    T: gl.constexpr = h.shape[2]
-    num_tiles: gl.constexpr = outputs.cfg.num_row_tiles
-    h = h.reshape([num_tiles, GROUP, T])
-    layout: gl.constexpr = gl.SliceLayout(1, h.type.layout)
-    x = gl.sum(h, axis=1) * 0.125
-    token = tile.token + gl.arange(0, T, gl.SliceLayout(0, layout))[None, :]
-    group = tile.row_tile + gl.arange(0, num_tiles, gl.SliceLayout(1, layout))[:, None]
-    inside = (token < tile.token_end) & (group < outputs.num_row_tiles)
-    gl.store(outputs.out_sums + token.to(gl.int64) * outputs.num_row_tiles + group, x, mask=inside)
 
 
 @gluon.jit

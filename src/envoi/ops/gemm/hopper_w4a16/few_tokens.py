@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from envoi.epilogues.device import divide, group_amax
-from envoi.ops.gemm.hopper_w4a16.int4 import to_tf32
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
@@ -44,23 +43,21 @@ class Tokens:
     """Tokens split into two E4M3, in global memory, sorted by expert, and those of a tile in shared memory.
 
     values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
-    [rows, groups_per_step * num_steps] for the second. sums: float32 pointer [rows, K / 32], of tokens for weights with
-    zero points (`start_zeros`), else None.
+    [rows, groups_per_step * num_steps] for the second.
     """
 
     values: gl.tensor
     factors: gl.tensor
-    sums: Scalar
     steps: gl.shared_memory_descriptor  # E4M3 [room_steps, tile_tokens, 128]
     cfg: gl.constexpr
 
     @staticmethod
     @gluon.jit
-    def create(values, factors, sums, cfg: gl.constexpr):
+    def create(values, factors, cfg: gl.constexpr):
         """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
         steps = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_steps, cfg.tile_tokens, 128], layout)
-        return Tokens(values, factors, sums, steps, cfg)
+        return Tokens(values, factors, steps, cfg)
 
     @gluon.jit
     def group_factors(self, layout: gl.constexpr):
@@ -79,48 +76,6 @@ class Tokens:
         return self.group_factors(rows).index(self.cfg.groups_per_step * step + GROUP).load(layout)
 
     @gluon.jit
-    def sums_of(self, group):
-        """Return the sums of a group of steps, [sums_per_group, tile_tokens], as an operand."""
-        begin: gl.constexpr = self.cfg.sums_at * 32 // self.cfg.sums_per_group
-        return self.sum_views(1, 2).index(begin + group).permute((1, 0))
-
-    @gluon.jit
-    def sum_views(self, COUNT: gl.constexpr, RANK: gl.constexpr):
-        """Return shared memory as float32 [.., COUNT, tile_tokens, sums_per_group]; without COUNT if RANK is 2."""
-        cfg: gl.constexpr = self.cfg
-        S: gl.constexpr = cfg.sums_per_group
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=4 * S, element_bitwidth=32, rank=RANK)
-        num_views: gl.constexpr = cfg.room_steps * 32 // S // COUNT
-        if RANK == 2:
-            return reinterpret(self.steps, gl.float32, [num_views, cfg.tile_tokens, S], layout)
-        else:
-            return reinterpret(self.steps, gl.float32, [num_views, COUNT, cfg.tile_tokens, S], layout)
-
-    @gluon.jit
-    def fetch_sums(self, tile, FIRST: gl.constexpr, REST: gl.constexpr):
-        """Load the sums of REST groups of steps from FIRST on, 0 where there are none; powers of two at once."""
-        cfg: gl.constexpr = self.cfg
-        S: gl.constexpr = cfg.sums_per_group
-        T: gl.constexpr = cfg.tile_tokens
-        BEGIN: gl.constexpr = cfg.sums_at * 32 // S + FIRST
-        COUNT: gl.constexpr = power_within(REST, BEGIN)
-        num_steps: gl.constexpr = cfg.num_steps
-        EACH: gl.constexpr = 2 // cfg.words_per_step
-        lay: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 32 // S, S], [gl.num_warps(), 1, 1], [2, 1, 0])
-        group = FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
-        token = tile.token + gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
-        j = gl.arange(0, S, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
-        place = group * cfg.zeros_per_group + j
-        inside = (token < tile.token_end) & (j < cfg.zeros_per_group) & (place < num_steps * cfg.words_per_step)
-        at = self.sums + token.to(gl.int64) * (2 * num_steps) + place * EACH
-        x = gl.load(at, mask=inside, other=0.0)
-        if EACH == 2:
-            x += gl.load(at + 1, mask=inside, other=0.0)
-        self.sum_views(COUNT, 3).index(BEGIN // COUNT).store(to_tf32(x))
-        if REST > COUNT:
-            self.fetch_sums(tile, FIRST + COUNT, REST - COUNT)
-
-    @gluon.jit
     def fetch(self, tile):
         """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
@@ -130,8 +85,6 @@ class Tokens:
         copy_slabs(self.values, slabs, tile, cfg, 128)
         if not cfg.is_l1:
             self.fetch_factors(tile)
-        if cfg.has_zeros:
-            self.fetch_sums(tile, 0, cfg.num_groups)
         async_copy.wait_group(0)
         fence_async_shared()
         role_barrier()
@@ -230,12 +183,6 @@ class Fp8Tokens:
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
         steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_steps, T, 64], layout)
         return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
-
-
-@gluon.constexpr_function
-def power_within(count, place):
-    """Return the largest power of two that isn't larger than a count and divides a place."""
-    return min(1 << (count.bit_length() - 1), place & -place)
 
 
 @gluon.constexpr_function

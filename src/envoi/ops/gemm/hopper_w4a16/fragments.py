@@ -48,9 +48,10 @@ def load_code(words, offset, or_zero=False):
 
 
 @gluon.constexpr_function
-def zeros_code(offset):
-    """PTX of a load of two bytes from a pointer plus an offset; 0 if the last operand is 0."""
-    load = f"ld.global.L1::no_allocate.u16 $0, [$1 + {offset}];"  # the other half of the register becomes 0
+def zeros_code(per_step, step):
+    """PTX of a load of a pair's zero points, two bytes or four, `step` tiles further; 0 if the last operand is 0."""
+    kind = "u16" if per_step == 1 else "b32"  # a register of 32 bits may receive 16, the others become 0
+    load = f"ld.global.L1::no_allocate.{kind} $0, [$1 + {step * 64 * per_step}];"
     return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
 
 
@@ -101,13 +102,8 @@ class Weights:
         if self.zeros is None:
             return Place(words.to(gl.int64), factors, NOTHING, self.per_step)
         else:
-            each: gl.constexpr = each_thread_layout(warps)
-            pair = gl.arange(0, 8 * warps, gl.SliceLayout(1, each))
-            tile = (first + gl.minimum(row_tile + pair // SF_WORDS, last)) * self.num_steps + step
-            zeros = self.zeros + (tile * SF_WORDS + pair % SF_WORDS) * (2 * self.per_step)
-            t = gl.arange(0, 4, gl.SliceLayout(0, each))
-            in_step = t // self.per_step * (64 * self.per_step) + t % self.per_step * 2
-            return Place(words.to(gl.int64), factors, (zeros[:, None] + in_step[None, :]).to(gl.int64), self.per_step)
+            zeros = (self.zeros + place * (2 * self.per_step)).to(gl.int64)
+            return Place(words.to(gl.int64), factors, zeros, self.per_step)
 
 
 @aggregate
@@ -124,12 +120,14 @@ class Words:
 class Step:
     """Weights of a tile, as they were loaded, and a word of scale factors for each pair of rows.
 
-    factors: int32 [8 * warps]. second: of INT4 with two words a pair the one of block 1, else None.
+    factors: int32 [8 * warps]. second: of INT4 with two words a pair the one of block 1, else None. zeros: a byte for
+    each factor, int32 [8 * warps], or None.
     """
 
     words: Words
     factors: gl.tensor
     second: Scalar
+    zeros: Scalar
 
 
 @aggregate
@@ -138,9 +136,7 @@ class Place:
 
     words: gl.tensor  # int64 [32 * warps]
     factors: gl.tensor  # int64 [8 * warps]
-    # int64 [8 * warps, 4], or None: of the groups of columns that share a factor, thread t of a pair's four reads the
-    # t-th, and every fourth from there.
-    zeros: Scalar
+    zeros: Scalar  # int64 [8 * warps], or None
     per_step: gl.constexpr
 
     @gluon.jit
@@ -151,27 +147,26 @@ class Place:
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         words = Words(first, second, third, fourth)
+        if self.zeros is None:
+            zeros: gl.constexpr = NOTHING
+        else:
+            zeros = self.load_zeros(step, is_wanted)
         if self.per_step == 1:
             factors = gl.inline_asm_elementwise(
                 load_code(1, step * 128), "=&r,l,r", [self.factors, is_wanted], dtype=gl.int32, is_pure=False, pack=1
             )
-            return Step(words, factors, NOTHING)
+            return Step(words, factors, NOTHING, zeros)
         else:
             block0, block1 = gl.inline_asm_elementwise(
                 load_code(2, step * 256), "=&r,=&r,l,r", [self.factors, is_wanted], dtype=(gl.int32, gl.int32),
                 is_pure=False, pack=1,
             )  # fmt: skip
-            return Step(words, block0, block1)
+            return Step(words, block0, block1, zeros)
 
     @gluon.jit
-    def load_zeros(self, TURN: gl.constexpr, num_groups):
-        """Return each thread's zero points of a pair's rows, of group 4 TURN + t from here on: int32 [8 * warps, 4].
-
-        0 for groups from num_groups on.
-        """
-        code: gl.constexpr = zeros_code(TURN * 256)
-        t = gl.arange(0, 4, gl.SliceLayout(0, self.zeros.type.layout))[None, :]
-        is_wanted = (t + 4 * TURN < num_groups).to(gl.int32)
+    def load_zeros(self, step: gl.constexpr, is_wanted):
+        """Return the zero points `step` tiles further along K, 0 if is_wanted is 0."""
+        code: gl.constexpr = zeros_code(self.per_step, step)
         return gl.inline_asm_elementwise(
             code, "=&r,l,r", [self.zeros, is_wanted], dtype=gl.int32, is_pure=False, pack=1
         )

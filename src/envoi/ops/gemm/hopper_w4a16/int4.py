@@ -6,7 +6,7 @@ Without zero points a nibble is a code of `envoi.quant.int4.to_codes`; with them
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.ops.gemm.hopper_w4a16.fragments import by_thread, each_pair, each_word
+from envoi.ops.gemm.hopper_w4a16.fragments import by_row, by_thread, each_pair, each_word
 
 # As E4M3_CODE, of INT4 without zero points (`envoi.quant.int4.to_codes`): a nibble 2 m | s becomes the byte of m, or of
 # -m - 1 where s is 1, times 2^-8: up to 16 times 2^-9, E4M3 is linear. Bytes don't carry.
@@ -14,81 +14,72 @@ INT4_CODE = gl.constexpr(
     "{ .reg .b32 a, b; and.b32 a, $2, 0x01010101; and.b32 b, $2, 0x0E0E0E0E; shr.u32 $1, $2, 4; "
     "mad.lo.u32 $0, a, 0x82, b; and.b32 a, $1, 0x01010101; and.b32 b, $1, 0x0E0E0E0E; mad.lo.u32 $1, a, 0x82, b; }"
 )
-# The same of q - 7.5, from q itself: the byte is 2 q - 15 in sign and magnitude. That is the three low bits of q,
-# shifted by one, xor 01 from 8 on, and xor 8F below, where they are complemented.
-MIDDLE_CODE = gl.constexpr(
-    "{ .reg .b32 a, m; shr.u32 a, $2, 3; prmt.b32 m, $2, 0, 0xBA98; lop3.b32 m, m, 0x8E8E8E8E, 0x01010101, 0xAE; "
-    "lop3.b32 $1, a, 0x0E0E0E0E, m, 0x6A; and.b32 m, a, 0x01010101; mad.lo.u32 m, m, 0xFFFFFF72, 0x8F8F8F8F; "
-    "shl.b32 a, $2, 1; lop3.b32 $0, a, 0x0E0E0E0E, m, 0x6A; }"
-)
-INT4_UP = gl.constexpr(8.0)  # what sums of both have yet to be multiplied by, more than those of MXFP4
-MIDDLE = gl.constexpr(7.5 + 2**15)
-
-
-@gluon.jit
-def int4_to_e4m3(words, HAS_ZEROS: gl.constexpr, dot: gl.constexpr):
-    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-8.
-
-    Of weights with zero points it is q - 7.5: see `less_zeros`.
-    """
-    warps: gl.constexpr = gl.num_warps()
-    code: gl.constexpr = MIDDLE_CODE if HAS_ZEROS else INT4_CODE
-    x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
-    x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
-    x = gl.convert_layout(x, dot, assert_trivial=True)
-    first, second = gl.inline_asm_elementwise(
-        code, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-    )
-    return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.constexpr_function
-def added_code(byte):
-    """PTX of 2^15 plus a byte of $1, as float32."""
-    return f"prmt.b32 $0, $1, 0x47000000, {0x7604 + 16 * byte:#x};"
+def with_zeros_code():
+    """PTX as E4M3_CODE, of INT4 with zero points: nibble less zero point, times 2^-9.
+
+    $6, $10: 128 less the zero point in each byte, for block 0 and block 1. A sum's bit 7 then says that there is no
+    sign; else what is below it is 128 less the magnitude, whose complement is one too small.
+    """
+    lines = ["{ .reg .b32 y, m, s; and.b32 y, $2, 0x0F0F0F0F; shr.u32 s, $2, 4; and.b32 s, s, 0x0F0F0F0F;"]
+    for out, added in (("$0", "$6"), ("$1", "$10")):
+        y = "y" if out == "$0" else "s"
+        lines.append(
+            f"add.u32 {y}, {y}, {added}; prmt.b32 m, {y}, 0, 0xBA98; lop3.b32 {y}, {y}, m, 0x7F7F7F7F, 0x93; "
+            f"not.b32 m, m; and.b32 m, m, 0x01010101; add.u32 {out}, {y}, m;"
+        )
+    return "\n".join([*lines, "}"])
+
+
+ZEROS_OPERANDS = gl.constexpr(",".join(["=&r"] * 2 + ["r"] * 12))
 
 
 @gluon.jit
-def two_factors(word, HALF: gl.constexpr):
-    """Return the two factors of a pair's word, in float32. HALF: they are fp16, not bf16."""
-    if HALF:
-        first = word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        second = (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    else:
-        HIGH: gl.constexpr = -0x10000
-        first, second = (word << 16).to(gl.float32, bitcast=True), (word & HIGH).to(gl.float32, bitcast=True)
-    return first, second
+def int4_to_e4m3(words, zeros, dot: gl.constexpr, PER_STEP: gl.constexpr):
+    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1.
 
-
-@gluon.jit
-def to_tf32(x):
-    """Return x so that cutting its last 13 bits off, as wgmma does, rounds to nearest. NaN may become anything."""
-    HALF_OF_LAST: gl.constexpr = 0x1000
-    return (x.to(gl.int32, bitcast=True) + HALF_OF_LAST).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def less_zeros(zeros, word, HALF: gl.constexpr):
-    """Return 7.5 less the zero points of a pair's two rows, times their factors, float32 [16 * warps, 4].
-
-    zeros: two bytes of int32 [8 * warps, 4], and the word of their factors, one for each of the pair's four threads.
+    Times 2^-8; with zero points, bytes of int32 [8 * warps], times 2^-9.
     """
     warps: gl.constexpr = gl.num_warps()
-    code0: gl.constexpr = added_code(0)
-    code1: gl.constexpr = added_code(1)
-    first = gl.inline_asm_elementwise(code0, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
-    second = gl.inline_asm_elementwise(code1, "=f,r", [zeros], dtype=gl.float32, is_pure=True, pack=1)
-    f0, f1 = two_factors(word, HALF)
-    x = gl.join(to_tf32((MIDDLE - first) * f0), to_tf32((MIDDLE - second) * f1)).reshape([warps, 8, 4, 2])
-    return x.permute([0, 3, 1, 2]).reshape([16 * warps, 4])
+    x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
+    x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
+    x = gl.convert_layout(x, dot, assert_trivial=True)
+    if zeros is None:
+        first, second = gl.inline_asm_elementwise(
+            INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        )
+    else:
+        less0 = by_row(less_zero(zeros, 0), less_zero(zeros, 8), dot)
+        less1 = less0 if PER_STEP == 1 else by_row(less_zero(zeros, 16), less_zero(zeros, 24), dot)
+        code: gl.constexpr = with_zeros_code()
+        first, second = gl.inline_asm_elementwise(
+            code, ZEROS_OPERANDS, [x, less0, less1], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        )
+    return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def less_zero(zeros, SHIFT: gl.constexpr):
+    """Return 128 less a zero point in each byte of a word."""
+    ONES: gl.constexpr = 0x01010101
+    MIDDLE: gl.constexpr = -0x7F7F7F80  # 0x80808080
+    return MIDDLE - ((zeros >> SHIFT) & 0xFF) * ONES
 
 
 @gluon.jit
 def int4_factors(word, rows: gl.constexpr, HALF: gl.constexpr):
     """Return the two factors of a pair's word, one each row: float32 [16 * warps]. HALF: they are fp16, not bf16."""
     warps: gl.constexpr = gl.num_warps()
-    first, second = two_factors(word, HALF)
-    x = gl.join(first, second).reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
+    if HALF:
+        first = word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        second = (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        x = gl.join(first, second)
+    else:
+        HIGH: gl.constexpr = -0x10000
+        x = gl.join((word << 16).to(gl.float32, bitcast=True), (word & HIGH).to(gl.float32, bitcast=True))
+    x = x.reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
     return gl.convert_layout(x, rows, assert_trivial=True)
 
 

@@ -4,8 +4,8 @@
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
 exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
-whose numbers E4M3 holds too, in seven, or in eight with zero points (`start_zeros`). So 32 of K are two wgmma m64nTk32
-into a fresh accumulator, and a multiply-add for each of its elements: what the factor costs.
+whose numbers E4M3 holds too, in seven, or in thirteen with zero points. So 32 of K are two wgmma m64nTk32 into a fresh
+accumulator, and a multiply-add for each of its elements: what the factor costs.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
 memory. There are no roles and no barriers in the loop: 16 warps an SM hide each other's waits, in 4 CTAs, or in 2 or 1
@@ -38,16 +38,8 @@ from envoi.epilogues.device import plus
 from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
-from envoi.ops.gemm.hopper_w4a16.fragments import (
-    TAME,
-    Weights,
-    by_thread,
-    each_thread_layout,
-    either,
-    row_factors,
-    to_e4m3,
-)
-from envoi.ops.gemm.hopper_w4a16.int4 import INT4_UP, int4_factors, int4_to_e4m3, less_zeros
+from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
@@ -204,7 +196,7 @@ def issue_step(held, tokens, step, zero):
     if cfg.int4 is None:
         w0, w1 = to_e4m3(held.words, dot)
     else:
-        w0, w1 = int4_to_e4m3(held.words, cfg.has_zeros, dot)
+        w0, w1 = int4_to_e4m3(held.words, held.zeros, dot, cfg.words_per_step)
     if cfg.shares_factors:
         p = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
         p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
@@ -259,59 +251,6 @@ def finish_step(acc, products, factors, second, tokens, step):
 
 
 @gluon.jit
-def start_zeros(acc, words, zeros, tokens, group):
-    """Start to add what is missing of a group of steps' products, which are of q - 7.5, where q has zero points.
-
-        sum of (q - zero) * x = sum of (q - 7.5) * x + (7.5 - zero) * sum of x
-
-    The latter over all groups of columns is a product as well, of few of K, in TF32: 11 bits of each factor. Each of a
-    pair's four threads has the zero points and factors of every fourth group, as that operand's layout is. A factor of
-    weights or of tokens that is NaN makes the other products NaN.
-    words: of factors, in order. zeros: as `Place.load_zeros` has them.
-    """
-    cfg: gl.constexpr = tokens.cfg
-    warps: gl.constexpr = gl.num_warps()
-    half: gl.constexpr = cfg.int4.half
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, cfg.tile_tokens, 8]
-    )
-    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=1)
-    num_zeros: gl.constexpr = cfg.zeros_per_group
-    num_parts: gl.constexpr = cfg.sums_per_group // 4
-    parts = ()
-    for r in gl.static_range(num_parts):
-        if 4 * r < num_zeros:
-            parts = parts + (less_zeros(zeros[r], of_thread(words, 4 * r, num_zeros), half),)
-        else:
-            parts = parts + (gl.zeros_like(parts[0]),)
-    if cfg.sums_per_group == 8:
-        x = gl.join(parts[0], parts[1]).permute([0, 2, 1]).reshape([16 * warps, 8])
-    else:
-        x = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
-        x = x.permute([0, 3, 2, 1]).reshape([16 * warps, 16])
-    x = gl.convert_layout(x, dot, assert_trivial=True)
-    acc = gl.convert_layout(acc, mma, assert_trivial=True)
-    return warpgroup_mma(x, tokens.sums_of(group), acc, is_async=True)
-
-
-@gluon.jit
-def of_thread(words, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Return the word of `FIRST` plus its number for each of a pair's four threads, int32 [8 * warps, 4].
-
-    words: int32 [8 * warps] each, COUNT of them; a thread without any has the FIRST one.
-    """
-    warps: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = each_thread_layout(warps)
-    t = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    x = gl.convert_layout(words[FIRST], gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + t * 0
-    for i in gl.static_range(1, 4):
-        if FIRST + i < COUNT:
-            other = gl.convert_layout(words[FIRST + i], gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
-            x = gl.where(t == i, other, x)
-    return x
-
-
-@gluon.jit
 def issue_fp8_step(acc, words, factors, tokens, step):
     """Start the products of a step of 64 of K with FP8 tokens; return acc with them, whose factors are in weights."""
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=4)
@@ -334,27 +273,25 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
     mma: gl.constexpr = acc.type.layout
     zero = gl.zeros((rows, T), gl.float32, mma)
     ahead: gl.constexpr = U - cfg.late
-    first: gl.constexpr = cfg.zero_loads
-    requested = request_zeros(next_place, next_group, is_wanted, cfg)
-    words = ()
+    requested = ()
     for i in gl.static_range(ahead, U):
         held = held + (place.load(i, is_step(group * U + i, cfg), cfg.zero_tail),)
     if cfg.prefetches:
         next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
     for i in gl.static_range(U):
-        step, wanted, factors = group * U + i, is_wanted, held[first + i].factors
+        step, wanted, factors = group * U + i, is_wanted, held[i].factors
         if cfg.fp8:
             if num_steps % U:
                 factors = gl.where(step < num_steps, factors, 0)  # weights are 0 after the last step, in any table
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
-            acc = issue_fp8_step(acc, held[first + i].words, factors, tokens, within(step, cfg))
+            acc = issue_fp8_step(acc, held[i].words, factors, tokens, within(step, cfg))
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted, cfg.zero_tail),)
             # The next step is widened while this one's products are in flight.
             acc = warpgroup_mma_wait(num_outstanding=2 if i + 1 < U else 0, deps=(acc,))
         else:
-            products = issue_step(held[first + i], tokens, within(step, cfg), zero)
-            second = held[first + i].second
+            products = issue_step(held[i], tokens, within(step, cfg), zero)
+            second = held[i].second
             if cfg.int4 is None:
                 factors += TAME
             if num_steps % U:
@@ -365,33 +302,8 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted),)
-            if cfg.has_zeros:
-                words = words + (factors,)
-                if second is not None:
-                    words = words + (second,)
-                if i + 1 == U:
-                    # Under way together with the last step's products.
-                    started = start_zeros(acc, words, held, tokens, group)
-                    if cfg.shares_factors:
-                        p, acc = warpgroup_mma_wait(num_outstanding=0, deps=(products[0], started))
-                        products = (p,)
-                    else:
-                        p, p1, acc = warpgroup_mma_wait(num_outstanding=0, deps=(products[0], products[1], started))
-                        products = p, p1
-                    acc = gl.convert_layout(acc, mma, assert_trivial=True)
             acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
     return acc, requested
-
-
-@gluon.jit
-def request_zeros(place, group, is_wanted, cfg: gl.constexpr):
-    """Return the zero points of a group of steps, whose weights are at `place`, as `start_zeros` takes them, or ()."""
-    held = ()
-    count = is_wanted * gl.minimum(cfg.zeros_per_group, (cfg.num_steps - group * cfg.unroll) * cfg.words_per_step)
-    num_loads: gl.constexpr = cfg.zero_loads
-    for r in gl.static_range(num_loads):
-        held = held + (place.load_zeros(r, count),)
-    return held
 
 
 @gluon.jit
@@ -414,8 +326,8 @@ def within(step, cfg: gl.constexpr):
 
 @gluon.jit
 def few_kernel(
-    values, factors, token_sums, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, out_sums,
-    offsets, topk_ids, sums, flags, num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
+    values, factors, words, sf, zeros, scale, tables, bias, row_weights, out, out_factors, offsets, topk_ids, sums,
+    flags, num_row_tiles, num_experts, num_slots, cfg: gl.constexpr,
 ):  # fmt: skip
     """Run one worker. Grid: (any number of CTAs,).
 
@@ -429,9 +341,9 @@ def few_kernel(
     if cfg.fp8:
         tokens = Fp8Tokens.create(values, factors, tables, cfg)
     else:
-        tokens = Tokens.create(values, factors, token_sums, cfg)
+        tokens = Tokens.create(values, factors, cfg)
     weights = Weights(words, sf, zeros, num_row_tiles, cfg.num_steps, cfg.words_per_step)
-    outputs = Outputs(scale, bias, row_weights, out, out_factors, out_sums, factors, num_row_tiles, cfg)
+    outputs = Outputs(scale, bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
     schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
     units = schedule.num_units()
     if cfg.overlaps and cfg.reads_ids and units == 0:
@@ -460,7 +372,7 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
     group = begin - first * num_groups
     place = weights.at(tile.expert, tile.row_tile, group * U)
     ahead: gl.constexpr = U - cfg.late
-    held = request_zeros(place, group, 1, cfg)
+    held = ()
     for i in gl.static_range(ahead):
         held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32), cfg.zero_tail),)
     if cfg.overlaps and not cfg.waits_first:
@@ -486,7 +398,8 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
         else:
             acc = parts.add(worker, acc, num_groups - high, (t + 1) * num_groups)
             if cfg.int4 is not None:
-                acc = acc * INT4_UP
+                up: gl.constexpr = cfg.int4.up
+                acc = acc * up
             if cfg.is_l1:
                 finish_l1(acc, tile, outputs)
             else:

@@ -34,10 +34,7 @@ def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.con
 
 @triton.jit
 def split_token(x, HARDWARE: tl.constexpr):
-    """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`.
-
-    high + low is x * 32 / factor.
-    """
+    """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
     # As integers, magnitudes compare as they do as numbers, and NaN is above all.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     exponent = tl.maximum(largest >> 23, 8)
@@ -66,8 +63,8 @@ def scale_token(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def permute_kernel(
-    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_sums, row_weights, largest,
-    num_tokens, num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, largest, num_tokens,
+    num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write one token to the rows of its slots, or of every EACH-th; the programs behind these: EXPERTS offsets each.
@@ -76,9 +73,7 @@ def permute_kernel(
 
     topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
     in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
-    have yet to be multiplied by. row_sums: None, or float32 [num_tokens * K, width / 32], sums of a group for weights
-    with zero points (`start_zeros` of `kernel_few`), times 1 / (8 factor): 32 / factor as high and low, 2^-8 as INT4
-    weights in E4M3. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+    have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
 
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
@@ -123,15 +118,9 @@ def permute_kernel(
         high, low, factor = split_token(x, HARDWARE)
         place = c // GROUP * (2 * GROUP) + c % GROUP
         tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
-        if row_sums is not None:
-            group = tl.arange(0, WIDTH // GROUP)
-            sums = tl.sum(tl.reshape(x * divide(0.125, factor), (WIDTH // GROUP, GROUP)), 1)
         for slot in range(own_slot, K, EACH):
             row = tl.sum(tl.where(s == slot, pos, 0), 0)
             if row >= 0:
                 at = rows + row.to(tl.int64) * (2 * width) + place
                 tl.store(at, high, mask=c < width)
                 tl.store(at + GROUP, low, mask=c < width)
-                if row_sums is not None:
-                    count = width // GROUP
-                    tl.store(row_sums + row.to(tl.int64) * count + group, sums, mask=group < count)
