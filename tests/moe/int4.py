@@ -1,6 +1,6 @@
 """Random MoE layers with INT4 weights as checkpoints have them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,28 @@ def in_bf16(layer: Layer, form: Form) -> ExpertWeights:
     """Pack the same numbers rounded to bf16."""
     given = quantised(layer.gate_up, form), quantised(layer.down, form, seed=1)
     return _pack(layer, *(dequantize(x).bfloat16() for x in given), "bf16")
+
+
+def mostly_zero(layer: Layer, form: Form, mean: float) -> tuple[Layer, ExpertWeights, ExpertWeights]:
+    """Return a layer of tokens with a mean, and its weights in INT4 and the same in bf16: one a group isn't zero.
+
+    Zero points are 0 or 15, so that all products of a kernel that doesn't subtract them first have the same sign.
+    """
+    source = torch.Generator().manual_seed(0)
+
+    def weights(experts: int, rows: int, columns: int, size: float) -> QuantTensor:
+        shape = experts, rows, columns // form.columns
+        zeros = torch.randint(0, 2, shape, generator=source).to(torch.uint8) * 15
+        sf = (torch.rand(shape, generator=source) + 0.5) * (size / 15 / shape[-1] ** 0.5)
+        q = zeros[..., None].expand(*shape, form.columns).clone()
+        outliers = torch.randint(0, form.columns, (*shape, 1), generator=source)
+        q.scatter_(-1, outliers, 15 - zeros[..., None])
+        x = QuantTensor(pack_nibbles(q.flatten(-2)), sf.to(form.dtype), (1, form.columns), zeros=zeros)
+        return x.to(layer.tokens.device)
+
+    given = weights(*layer.gate_up.shape, 1 / mean), weights(*layer.down.shape, 1.0)
+    shifted = replace(layer, tokens=layer.tokens + mean)
+    return shifted, _pack(layer, *given, "int4"), _pack(layer, *(dequantize(x).bfloat16() for x in given), "bf16")
 
 
 def _pack(layer: Layer, gate_up, down, format: str) -> ExpertWeights:

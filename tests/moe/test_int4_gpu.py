@@ -17,7 +17,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.choices import force
 from tests.helpers.launches import assert_same_code, watched
-from tests.moe.int4 import FORMS, Form, in_bf16, packed, random_int4
+from tests.moe.int4 import FORMS, Form, in_bf16, mostly_zero, packed, random_int4
 from tests.moe.layers import (
     Layer,
     assert_a_graph_serves,
@@ -52,13 +52,16 @@ def kernels(request, monkeypatch) -> list[str]:
     return ran
 
 
-def judged(layer: Layer, form: Form, experts: ExpertWeights | None = None) -> torch.Tensor:
+def judged(
+    layer: Layer, form: Form, experts: ExpertWeights | None = None, wide: ExpertWeights | None = None
+) -> torch.Tensor:
     """Return outputs, whose error against float64 is checked to be that of the same weights in bf16, or less."""
     experts = packed(layer, form) if experts is None else experts
+    wide = in_bf16(layer, form) if wide is None else wide
     assert experts.order == "fragments"
     got = moe(layer.tokens, layer.routing, experts)
     want = moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, experts)
-    usual = relative_error(moe(layer.tokens, layer.routing, in_bf16(layer, form)), want)
+    usual = relative_error(moe(layer.tokens, layer.routing, wide), want)
     assert relative_error(got, want) <= usual * (1.05 if got.numel() > 5000 else 1.5) + 1e-4
     return got
 
@@ -92,6 +95,16 @@ def test_sizes(form, hidden, intermediate, tokens, kernels):
 @pytest.mark.parametrize("tokens", [3, 40, 600])
 def test_forms(form, tokens, kernels):
     outputs(on_gpu(make(tokens, hidden=1024, intermediate=384, bias=True)), kernels, FORMS[form])
+
+
+@pytest.mark.parametrize("mean", [1.0, 4.0])
+@pytest.mark.parametrize("form", [form for form in FORMS.values() if form.zeros])
+@pytest.mark.parametrize("tokens", [1, 16, 70])
+def test_weights_that_are_mostly_zero_and_tokens_with_a_mean(tokens, form, mean, kernels):
+    layer = on_gpu(make(tokens, 5, 4, hidden=2048, intermediate=768, masked=0.0))
+    layer, experts, wide = mostly_zero(layer, form, mean)
+    judged(layer, form, experts, wide)
+    assert kernels[1] == kernels[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

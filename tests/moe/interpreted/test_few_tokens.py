@@ -14,12 +14,8 @@ from tests.helpers.accuracy import assert_same_bits
 HIDDEN = 192
 
 
-def layer(experts: int, order: str = "fragments", zeros: bool = False) -> few.Layer:
+def layer(experts: int, order: str = "fragments") -> few.Layer:
     def empty(rows: int, columns: int) -> QuantTensor:
-        if zeros:
-            sf = torch.empty(experts, rows, columns // 64, dtype=torch.float16)
-            values = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
-            return QuantTensor(values, sf, (1, 64), order=order, zeros=torch.empty(sf.shape, dtype=torch.uint8))
         values = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
         sf = torch.empty(experts, rows, columns // 32, dtype=torch.float8_e8m0fnu)
         return QuantTensor(values, sf, (1, 32), scales_at_most_2=True, order=order)
@@ -27,8 +23,8 @@ def layer(experts: int, order: str = "fragments", zeros: bool = False) -> few.La
     return few.Layer(empty(128, HIDDEN), empty(HIDDEN, 64), None, None, "swiglu", None)
 
 
-def permuted(tokens, weights, ids, experts, order="fragments", zeros=False) -> few.Buffers:
-    given = layer(experts, order, zeros)
+def permuted(tokens, weights, ids, experts, order="fragments") -> few.Buffers:
+    given = layer(experts, order)
     buffers = few.empty_buffers(tokens, ids, given)
     for name in ("routed", "routed_factors", "row_weights", "hidden_factors"):
         getattr(buffers, name).view(torch.uint8).fill_(255)

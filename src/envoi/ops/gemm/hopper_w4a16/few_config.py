@@ -223,5 +223,6 @@ def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
     wide = config.tile_tokens == 16
     if wide and not config.fp8 and not config.has_zeros and config.unroll == 5 and config.num_steps % 5 == 0:
         return replace(config, late=LATE if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1])
-    pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
+    # Prefetches of L1 with zero points would spill registers in tiles of 16.
+    pays = not (wide and config.is_l1 and (config.num_steps <= SHORT_STEPS or config.has_zeros))
     return replace(config, prefetches=pays and not is_short)
