@@ -26,7 +26,7 @@ from bench.suites.peers import deep_gemm_moe
 from bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
 from bench.timing import Run, Timing
 from bench.trial import Bench, Trial, sample_rows, time_baselines, time_rounds
-from envoi.estimates.exchange import gathering_pays, link_of
+from envoi.estimates.exchange import WITHIN_A_HOST, gathering_pays
 from envoi.ops.moe import moe, pack
 from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.ops.moe.parallel import ExpertParallel
@@ -144,8 +144,7 @@ def _over_nccl(shape: MoeShape, layer: Layer, num_ranks: int) -> str:
     """Return the exchange that ranks which can't reach each other's memory would choose."""
     packed, k, most = layer.packed, shape.num_topk, shape.num_tokens
     layout = SharedLayout(num_ranks, packed.num_local_experts * num_ranks, most, k, packed.hidden, packed.format)
-    link = link_of("nccl", True)
-    if not gathering_pays(link, num_ranks, most, k, packed.hidden, layout.token_bytes, bool(shape.presum)):
+    if not gathering_pays(WITHIN_A_HOST, num_ranks, most, k, packed.hidden, layout.token_bytes, bool(shape.presum)):
         return "counted"
     return "gathered+sums" if shape.presum else "gathered"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from envoi.estimates.exchange import LINKS, Link, gathering_pays
+from envoi.estimates.exchange import WITHIN_A_HOST, Link, gathering_pays
 
-NCCL = LINKS["nccl"]
+NCCL = WITHIN_A_HOST
 
 
 def pays(link=NCCL, num_ranks=4, max_tokens=64, num_topk=6, hidden=4096, token_bytes=4272, presum=False):

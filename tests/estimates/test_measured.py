@@ -8,7 +8,7 @@ import pytest
 from bench import evidence
 from envoi.estimates import MoeLayer, estimate, total
 from envoi.estimates.blocks import Blocks
-from envoi.estimates.exchange import LINKS
+from envoi.estimates.exchange import WITHIN_A_HOST
 from envoi.estimates.layer import rows_per_expert
 from envoi.estimates.machines import H200
 from envoi.estimates.steps import Network, gemm_us, step_of
@@ -84,7 +84,7 @@ def test_two_hosts():
         sizes, format, tokens, *_, last = m.case.split()
         num_tokens, num_gpus = int(tokens.removeprefix("tokens=")), m.num_gpus // 2
         layer = MoeLayer(*map(int, sizes.split("/")), num_tokens, num_gpus, format, num_hosts=2)
-        plan = estimate(layer, network=Network(LINKS["nccl"].gb_per_s), presum=last == "sums")
+        plan = estimate(layer, network=Network(WITHIN_A_HOST.gb_per_s), presum=last == "sums")
         off = 0.15 if m.num_gpus == 2 else 0.17
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=off), m.case
 

@@ -69,6 +69,7 @@ class FakeDriver:
     capturing: bool = False
     contexts: list[int] = field(default_factory=list)
     num_loaded: int = 0
+    primary: int = 99
 
     def current_device(self) -> int:
         """Return the number that CPU tensors have."""
@@ -97,8 +98,8 @@ class FakeDriver:
         return made
 
     def context(self) -> int:
-        """Return a context."""
-        return 99
+        """Return the device's context."""
+        return self.primary
 
     def set_context(self, context: int) -> None:
         """Note a context."""

@@ -15,6 +15,8 @@ import envoi.integrations.sglang as integration
 from envoi.integrations import engines, lines, names
 from envoi.integrations.sglang import experts
 from envoi.integrations.sglang.used import ALL
+from envoi.ops.moe import packing
+from envoi.quant import fragments
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
 from tests.integrations import sglang_stand_ins as stand_ins
@@ -171,6 +173,15 @@ def test_nothing_happens_unless_it_is_asked_for(sglang, caplog):
     assert sglang.flags.choices == ["envoi"] and not caplog.records
     method = sys.modules[MXFP4].Mxfp4MoEMethod()
     method.runner = made
+    method.process_weights_after_loading(SimpleNamespace())
+    assert method.widened and method.apply(None, None).hidden_states == OWN
+
+
+@pytest.mark.parametrize("one", [None, SimpleNamespace(), SimpleNamespace(runner_backend="triton")], ids=str)
+def test_a_runner_of_another_kind_is_sglangs(sglang, one):
+    load()
+    method = sys.modules[MXFP4].Mxfp4MoEMethod()
+    method.runner = one
     method.process_weights_after_loading(SimpleNamespace())
     assert method.widened and method.apply(None, None).hidden_states == OWN
 
@@ -412,3 +423,70 @@ def test_mxfp4_that_is_refused_is_widened_by_sglang(sglang, caplog):
     method = mxfp4_method(activation="situ")
     method.process_weights_after_loading(layer)
     assert method.widened
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("top_k", [None, 1, 2])
+def test_mxfp4_with_the_routers_weights_on_input(sglang, bias, top_k, monkeypatch, caplog):
+    name_envoi()
+    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
+    method, (layer, given) = mxfp4_method(apply_router_weight_on_input=True, top_k=top_k), mxfp4_layer()
+    if not bias:
+        del layer.w13_weight_bias, layer.w2_weight_bias
+    method.process_weights_after_loading(layer)
+    assert method.widened == (bias or top_k != 1) == ("what several experts read" in caplog.text)
+    assert method.widened == torch.equal(layer.w13_weight, given["gate_up"])
+
+
+def failing(at: int) -> Any:
+    """Return what puts a matrix into the kernels' order, running out of memory at the n-th, from 0."""
+    inner, calls = fragments._values_to_fragments, iter(range(at))
+
+    def values_to_fragments(values: torch.Tensor) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise torch.OutOfMemoryError("no memory for a copy")
+        return inner(values)
+
+    return values_to_fragments
+
+
+def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, caplog):
+    name_envoi()
+    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
+    method, (layer, given) = mxfp4_method(), mxfp4_layer()
+    with monkeypatch.context() as now:
+        now.setattr(fragments, "_values_to_fragments", failing(at=0))
+        method.process_weights_after_loading(layer)
+    assert method.widened and method.apply(layer, dispatched()).hidden_states == OWN
+    assert torch.equal(layer.w13_weight, given["gate_up"]) and torch.equal(layer.w2_weight, given["down"])
+    assert "SGLang widens the MoE layers in MXFP4 to bf16: OutOfMemoryError: no memory for a copy" in caplog.text
+    method = mxfp4_method()
+    del layer.w2_weight_scale
+    method.process_weights_after_loading(layer)
+    assert method.widened and "no attribute 'w2_weight_scale'" in caplog.text
+
+
+@pytest.mark.parametrize("at", [1, 4], ids=["gate_up", "down"])
+def test_mxfp4_reordered_in_part_is_an_error(sglang, monkeypatch, at):
+    name_envoi()
+    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
+    monkeypatch.setattr(fragments, "_values_to_fragments", failing(at))
+    method, (layer, given) = mxfp4_method(), mxfp4_layer()
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for a copy"):
+        method.process_weights_after_loading(layer)
+    assert not method.widened and not torch.equal(layer.w13_weight, given["gate_up"])
+
+
+def test_mxfp4_that_is_in_the_kernels_order_is_not_widened(sglang, monkeypatch):
+    def fail(*arguments, **more):
+        raise ValueError("not this time")
+
+    name_envoi()
+    for name in ("warm_up", "pack_layer", "why_not"):
+        method, (layer, _) = mxfp4_method(), mxfp4_layer()
+        if name != "warm_up":
+            method.process_weights_after_loading(layer)
+        with monkeypatch.context() as now, pytest.raises(ValueError, match="not this time"):
+            now.setattr(engines, name, fail)
+            method.process_weights_after_loading(layer)
+        assert not method.widened

@@ -87,6 +87,14 @@ def test_a_launch_compiles_with_the_changes(seen):
     assert seen == ["launched"]
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_launch_finds_what_was_compiled_without_a_driver(debug, monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "debug", debug)
+    arguments = (without_memory((4,), torch.int32),)
+    made = triton_compat.compile_without_driver(launched, arguments, "sm_90", {})
+    assert compile_like_a_launch(launched, arguments, {}).hash == made.hash
+
+
 def test_both_ways_have_one_key(seen):
     made = compile_marked()
     again = triton.compile(GluonASTSource(marked, TYPES), target=TARGET, options=triton_compat.FP_FUSION)

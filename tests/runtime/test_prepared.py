@@ -431,8 +431,9 @@ def test_threads_take_frames_of_their_own(hopper, monkeypatch):
 
 
 def test_a_thread_that_is_new_to_cuda_gets_the_context(hopper):
+    hopper.primary = 0  # of a thread in which nothing has been launched
     prepare()
-    hopper.errors = [INVALID_CONTEXT]
+    hopper.primary, hopper.errors = 99, [INVALID_CONTEXT]
     assert replays(hopper, envoi.gemm, *sides()) and hopper.contexts == [99]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from envoi.ops.gemm import gemm
 from envoi.runtime import shortcuts, workspace
 from envoi.runtime.prepared import calls, replay
 from tests.runtime.prepared_cases import (
@@ -193,6 +194,18 @@ def test_a_first_launch_of_a_thread_needs_no_context(counted):
     thread.start()
     thread.join()
     assert counted.replayed == 1 and same_bits(found[0], want)
+
+
+def test_a_shape_that_a_new_thread_plans_needs_no_context():
+    a, b = torch.randn(64, 512, device="cuda").bfloat16(), torch.randn(256, 512, device="cuda").bfloat16()
+    found = []
+    for _ in range(2):
+        gemm(a, b)  # loads the kernels, in this thread
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.extend(gemm(a[:48], b) for _ in range(2)))
+        thread.start()
+        thread.join()
+    assert len(found) == 4 and all(same_bits(out, gemm(a[:48], b)) for out in found)
 
 
 @pytest.mark.parametrize("name", SOME)

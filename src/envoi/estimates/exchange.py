@@ -41,13 +41,8 @@ class Link:
 
 # NCCL within a host: from suite `moe` on two H200s, its rate from rows and their sums, its counts from both exchanges
 # at 64 tokens. Before rows are sent, counting launches some 45 operators of torch one by one and waits once; a gathered
-# call launches nothing anew. The others are estimates: a network of 400 Gb/s a GPU, and gloo between processes.
-LINKS = {"nccl": Link(330.0, 1700.0), "nccl between hosts": Link(45.0, 1700.0), "gloo": Link(1.0, 500.0)}
-
-
-def link_of(transport: str, on_one_host: bool) -> Link:
-    """Return the connection between ranks. transport: "nccl" or "gloo"."""
-    return LINKS[transport if on_one_host or transport == "gloo" else f"{transport} between hosts"]
+# call launches nothing anew. Between hosts is an estimate: a network of 400 Gb/s a GPU.
+WITHIN_A_HOST, BETWEEN_HOSTS = Link(330.0, 1700.0), Link(45.0, 1700.0)
 
 
 def gathering_pays(

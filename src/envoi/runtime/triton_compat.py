@@ -216,7 +216,12 @@ def compile_without_driver(
 
     Triton's driver stays as it is: other threads may launch by it.
     """
-    return compile_for(kernel, *specialize(kernel, arguments, arch), arch, options)
+    # What a launch adds to its options, which are a part of the cache's key.
+    added = {
+        "debug": bool(options.get("debug", kernel.debug) or knobs.runtime.debug),
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    return compile_for(kernel, *specialize(kernel, arguments, arch), arch, {**options, **added})
 
 
 def build_launcher(kernel: CompiledKernel) -> None:

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
 def tune_shapes(shapes: list[Shape], args: argparse.Namespace) -> int:
     """Measure shapes, or list them; return the exit status. args: those of `envoi.cli.add_tune_options`."""
-    for name, value in (("--candidates", args.candidates), ("--repeat", args.repeat)):
-        if value < 1:
+    for name, value in (("--candidates", args.candidates), ("--repeat", args.repeat), ("--jobs", args.jobs)):
+        if value is not None and value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     if args.out is not None and Path(args.out).is_dir():
         raise ValueError(f"--out: expected a file, got the folder {args.out}")

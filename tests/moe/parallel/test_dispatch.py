@@ -157,3 +157,22 @@ def lost(rank: int, num_ranks: int, options: dict) -> tuple[str, list[int]]:
 
 def test_a_rank_lost_between_them_is_named():
     assert run_ranks(2, lost, WAYS["gathered"])[0].value == ("combine", [1])
+
+
+def opened_in_inference_mode(rank: int, num_ranks: int, options: dict) -> list[torch.Tensor]:
+    """Open in inference mode; return a call's result outside of it, and one within."""
+    layer, ends = make(tokens=12, experts=8, k=3), [4, 8]
+    with torch.inference_mode():
+        parallel = cases.open_parallel(layer, "bf16", rank, ends, **options)
+    given = cases.part_of(layer, rank, [5, 12])
+    outs = [parallel.moe(*given)]
+    with torch.inference_mode():
+        outs.append(parallel.moe(*given).clone())
+    assert (parallel.load().num_tokens_per_expert[-1] >= 0).all()
+    return outs
+
+
+def test_what_was_opened_in_inference_mode_runs_outside_of_it():
+    for outcome in run_ranks(2, opened_in_inference_mode, WAYS["counted"]):
+        assert outcome.text == ""
+        assert_same_bits(*outcome.value)

@@ -97,6 +97,7 @@ class Core:
         layer = replace(layer, top_k=dispatch_output.topk_output.topk_ids.shape[1])
         self.check(layer)
         self.pack(layer, *tensors_of(quant_info))
+        self.get_ready(layer)
 
     def check(self, layer: Layer) -> None:
         """Compile a layer's kernels. Raises RefusedError with the reason why Envoi doesn't run it."""
@@ -108,10 +109,13 @@ class Core:
             raise RefusedError(f"{layer}: {why}")
 
     def pack(self, layer: Layer, gate_up: torch.Tensor, down: torch.Tensor, more: dict[str, Any]) -> None:
-        """Pack a layer's tensors, at first or again in the same memory, and get calls with few tokens ready."""
+        """Pack a layer's tensors, at first or again in the same memory."""
         self.packed = engines.pack_layer(layer, gate_up, down, into=self.packed, **more)
+
+    def get_ready(self, layer: Layer) -> None:
+        """Prepare calls with few tokens of a layer that is packed, and say that Envoi runs it."""
         limit = max_tokens(self.names)
-        if (layer, limit) not in _warm:
+        if self.packed is not None and (layer, limit) not in _warm:
             _warm.add((layer, limit))
             engines.warm_up(layer, self.packed, limit)
         say(logger, logging.INFO, f"Envoi runs the MoE layers in {layer}")
@@ -163,7 +167,12 @@ def why_not_now(dispatch_output: Any, quant: Any, config: Any) -> str:
         return "weights are quantised as Envoi's formats aren't"
     if quant.fuse_swiglu_interleaved:
         return "SGLang has put gate's and up's rows in turn"
-    if config.apply_router_weight_on_input and (ids.shape[1] != 1 or quant.b13 is not None):
+    return why_not_on_input(config, ids.shape[1], quant.b13 is not None)
+
+
+def why_not_on_input(config: Any, top_k: int | None, bias: bool) -> str:
+    """Return why Envoi doesn't multiply tokens by the router's weights as a MoeRunnerConfig asks, "" if it does."""
+    if config.apply_router_weight_on_input and (top_k != 1 or bias):
         return "the router's weights multiply what several experts read, or biases are added after"
     return ""
 

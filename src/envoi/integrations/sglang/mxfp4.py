@@ -10,31 +10,56 @@ import torch
 
 from envoi.integrations.engines import Layer
 from envoi.integrations.lines import say
-from envoi.integrations.sglang.experts import Core, layer_of, logger, reason
+from envoi.integrations.packings import version
+from envoi.integrations.sglang.experts import Core, RefusedError, layer_of, logger, reason, why_not_on_input
+
+STORED = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")  # gate_up, down and their factors
 
 
 def take(core: Core, layer: Any) -> bool:
     """Pack a loaded layer of SGLang if Envoi runs it in MXFP4, and return whether it does; else say why not.
 
-    Called again after weights were loaded anew, it packs into the same memory.
+    Called again after weights were loaded anew, it packs into the same memory. Raises an error of that, and one that
+    comes after weights were written over: SGLang couldn't read them.
     """
-    try:
-        found = _layer_of(core, layer)
-        core.check(found)
-    except Exception as error:  # nothing has been changed yet
-        say(logger, logging.WARNING, f"SGLang widens the MoE layers in MXFP4 to bf16: {reason(error)}")
-        return False
-    more = {
-        "gate_up_sf": layer.w13_weight_scale.data, "down_sf": layer.w2_weight_scale.data,
-        "gate_up_bias": _bias(layer, "w13"), "down_bias": _bias(layer, "w2"),
-    }  # fmt: skip
-    core.pack(found, layer.w13_weight.data, layer.w2_weight.data, more)
+    if has_taken(core):  # captured graphs read its memory
+        found = _pack(core, layer)
+    else:
+        before = _writes(layer)
+        try:
+            found = _pack(core, layer)
+        except Exception as error:
+            if _writes(layer) != before:  # reordered in part: widened, they would be wrong
+                raise
+            say(logger, logging.WARNING, f"SGLang widens the MoE layers in MXFP4 to bf16: {reason(error)}")
+            return False
+    core.get_ready(found)
     return True
 
 
 def has_taken(core: Core) -> bool:
     """Tell whether a core has a layer in MXFP4."""
     return core.packed is not None and core.packed.format == "mxfp4"
+
+
+def _writes(layer: Any) -> list[int | None]:
+    """Return how often the layer's weights and factors have been written to."""
+    found = [getattr(layer, name, None) for name in STORED]
+    return [None if x is None else version(x) for x in found]
+
+
+def _pack(core: Core, layer: Any) -> Layer:
+    """Pack a layer and return what it is. Raises RefusedError if Envoi doesn't run it."""
+    found = _layer_of(core, layer)
+    why = why_not_on_input(core.config, core.config.top_k, found.bias)
+    if why:
+        raise RefusedError(f"{found}: {why}")
+    core.check(found)
+    # Not .data, which would count writes apart from the layer's.
+    gate_up, down, gate_up_sf, down_sf = (getattr(layer, name).detach() for name in STORED)
+    biases = {"gate_up_bias": _bias(layer, "w13"), "down_bias": _bias(layer, "w2")}
+    core.pack(found, gate_up, down, {"gate_up_sf": gate_up_sf, "down_sf": down_sf, **biases})
+    return found
 
 
 def _bias(layer: Any, side: str) -> torch.Tensor | None:

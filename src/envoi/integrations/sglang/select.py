@@ -74,7 +74,8 @@ def _mxfp4() -> Any:
 def _core_of(method: Any) -> Any:
     """Return the core of a method's runner if it is Envoi's, else None."""
     runner = getattr(method, "runner", None)
-    return None if runner is None or runner.runner_backend.value != NAME else runner.runner_core
+    backend = getattr(runner, "runner_backend", None)  # SGLang's, also of a server that didn't ask for Envoi
+    return getattr(runner, "runner_core", None) if getattr(backend, "value", None) == NAME else None
 
 
 def _takes(names: Mapping[str, Any], named: Any, config: Any, lora_enabled: bool) -> bool:
@@ -93,7 +94,7 @@ def _say_whose(why: str) -> None:
 
 
 def why_not(names: Mapping[str, Any], named: Any, config: Any, lora_enabled: bool) -> str:
-    """Return why Envoi doesn't run a layer, as far as that can be told before its weights are loaded; "" if it does.
+    """Return why Envoi doesn't run a layer, as far as that is known before its weights are loaded; "" if it does.
 
     named: SGLang's backend for the whole server.
     """

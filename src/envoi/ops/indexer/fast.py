@@ -1,7 +1,7 @@
 """Fast mode on a device: scores by tensor cores, then the k best of them. The host never waits for the device."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,7 @@ class Problem:
     table: torch.Tensor
     k: int
     next_n: int
+    shares_tiles: bool = True  # False where the scores' kernel, other than Hopper's, takes rows one by one
 
     @property
     def num_rows(self) -> int:
@@ -129,12 +130,12 @@ def rows_that_fit(p: Problem, candidates: bool = False) -> int:
 
 def in_turns(p: Problem) -> bool:
     """Tell whether each request gets its own launches: it has many rows, of which the last block is smaller."""
-    return p.next_n > MANY_ROWS and p.next_n % SHARED_ROWS != 0
+    return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % SHARED_ROWS != 0
 
 
 def rows_of_block(p: Problem, candidates: bool = False) -> int:
     """Return the number of neighbouring rows, all of one request, that take turns at a tile of keys in a prefill."""
-    whole = in_turns(p) or p.next_n % SHARED_ROWS == 0
+    whole = p.shares_tiles and (in_turns(p) or p.next_n % SHARED_ROWS == 0)
     return SHARED_ROWS if p.num_rows > MANY_ROWS and whole and rows_that_fit(p, candidates) >= SHARED_ROWS else 1
 
 
@@ -168,8 +169,8 @@ def launches(p: Problem, step: int) -> Iterator[tuple[int, int]]:
 
 def topk(p: Problem, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose [rows, k] int32 as `envoi.indexer_topk` describes, and return errors [rows] int32: 0 = no error."""
-    early = EARLY and implementation(p.q.device) == "hopper"
-    return in_blocks(p, score, order, early)
+    on_hopper = implementation(p.q.device) == "hopper"
+    return in_blocks(p if on_hopper else replace(p, shares_tiles=False), score, order, EARLY and on_hopper)
 
 
 def in_blocks(

@@ -48,7 +48,9 @@ class Driver:
         # By compiled kernel, not by handle: once Triton has unloaded a kernel, another may get its handle.
         self._sizes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._replace_address = self._function("cuTensorMapReplaceAddress", POINTER, POINTER)
-        self._get_context = self._function("cuCtxGetCurrent", POINTER)
+        self._get_device = self._function("cuDeviceGet", POINTER, ctypes.c_int)
+        self._retain_context = self._function("cuDevicePrimaryCtxRetain", POINTER, ctypes.c_int)
+        self._contexts: dict[int, int] = {}  # by device; retained once, for as long as the process runs
         self._set_context = self._function("cuCtxSetCurrent", POINTER)
         self.current_device = torch._C._cuda_getDevice
         self.stream = torch._C._cuda_getCurrentRawStream
@@ -100,10 +102,16 @@ class Driver:
         return ctypes.string_at(start, MAP_BYTES)
 
     def context(self) -> int:
-        """Return this thread's CUDA context."""
-        found = POINTER()
-        self._get_context(ctypes.addressof(found))
-        return found.value or 0
+        """Return the primary context of the current GPU, which PyTorch uses. RuntimeError if there is none."""
+        device = self.current_device()
+        if device not in self._contexts:
+            handle, context = ctypes.c_int(), POINTER()
+            error = self._get_device(ctypes.addressof(handle), device)
+            error = error or self._retain_context(ctypes.addressof(context), handle.value)
+            if error:
+                raise RuntimeError(f"cuDevicePrimaryCtxRetain: expected 0 from the CUDA driver, got {error}")
+            self._contexts[device] = context.value or 0
+        return self._contexts[device]
 
     def set_context(self, context: int) -> None:
         """Make a context this thread's."""

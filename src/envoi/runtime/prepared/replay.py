@@ -145,7 +145,7 @@ class Prepared:
     """Planned call, ready to run on tensors of the same shapes, strides, dtypes and device."""
 
     __slots__ = (
-        "_build", "_context", "_device", "_driver", "_free", "_kept", "_of_inputs", "_of_kept", "_of_outputs",
+        "_build", "_device", "_driver", "_free", "_kept", "_of_inputs", "_of_kept", "_of_outputs",
         "_of_scratch", "_outputs", "_parts", "_scratch", "_scratch_floats", "_streams", "launches", "used",
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ class Prepared:
         self._scratch = workspace.scratch(self._device) if keeps else None
         self._kept = planned.kept
         self.used = False
-        self._driver, self._context = driver, driver.context()
+        self._driver = driver
         frame = Frame(self.launches)
         self._streams = [start + STREAM_WORD for start in frame.starts]
         self._of_inputs, self._of_outputs, self._of_scratch, self._of_kept = (
@@ -235,7 +235,7 @@ class Prepared:
         The launches before it are under way, so the call can't start again from its beginning.
         """
         if error == INVALID_CONTEXT:
-            self._driver.set_context(self._context)
+            self._driver.set_context(self._driver.context())
             error = self._driver.launch(*call)
         if error:
             raise RuntimeError(f"cuLaunchKernelEx: expected 0 from the CUDA driver, got {error}")

@@ -105,6 +105,7 @@ class ExpertParallel:
     is missing.
     """
 
+    @torch.inference_mode(False)  # counts that a call, or a thread, adds to outside of that mode too
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout_s: float = opening.DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
@@ -119,7 +120,7 @@ class ExpertParallel:
             )
         exchange, warned = opening.wanted_by(exchange, hosts, presum, fused)
         for text in warned:
-            warnings.warn(text, DeprecationWarning, 2)
+            warnings.warn(text, DeprecationWarning, 3)
         group = opening.resolve_group(group)
         # Unique, and equal on all ranks, which count their groups' objects alike, also those that are refused.
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))

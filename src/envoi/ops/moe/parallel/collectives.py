@@ -135,7 +135,7 @@ def complaint(check: Callable, *arguments: object, kind: type[Exception] = Value
     try:
         check(*arguments)
     except kind as error:
-        return str(error) or type(error).__name__
+        return str(error).strip() or type(error).__name__
     return ""
 
 

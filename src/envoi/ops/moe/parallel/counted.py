@@ -171,7 +171,7 @@ class Counted:
         self.lock, self.channel = threading.RLock(), channel
         self.counts = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=channel.device.type == "cuda")
         self._done = torch.zeros(2, dtype=torch.int32, device=channel.device)
-        self._steps = torch.tensor([[2, 1], [0, 1]], dtype=torch.int32, device=channel.device)
+        self._ahead = torch.tensor([1, 0], dtype=torch.int32, device=channel.device)
         if channel.queues:
             channel.watch.wait_for_compilers()
             channel.watch.broken = partial(collectives.error_of, channel.data)
@@ -207,10 +207,14 @@ class Counted:
     def queued(self, number: int) -> Iterator[None]:
         """Count a collective that is queued within the context, number 0 or 1 of its call, here and on the device."""
         self.counts[BEGUN] += 1
+        begun = int(self.counts[BEGUN])
         try:
             yield
         finally:  # also if it is interrupted: what isn't counted would never be done
-            self._done += self._steps[number]
+            if number == 0:
+                torch.add(self._ahead, begun, out=self._done)
+            else:
+                self._done[1:].fill_(begun)
             self.counts[GATHERED : DONE + 1].copy_(self._done, non_blocking=True)
 
     def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:

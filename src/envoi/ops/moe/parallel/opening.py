@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe, expect_int, expect_tensor
-from envoi.estimates.exchange import gathering_pays, link_of, presum_pays
+from envoi.estimates.exchange import BETWEEN_HOSTS, WITHIN_A_HOST, gathering_pays, presum_pays
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.ops.moe.parallel import collectives, nvlink
 from envoi.ops.moe.parallel.collectives import Channel
@@ -337,7 +337,7 @@ def _open_between_all(team: Team, layout: SharedLayout | None, wanted: Wanted, g
     collectives.connect_ranks(team.channel, team.channel.data, OPENING)
     if layout is None or wanted.route == "counted":
         return Counted(team.channel)
-    link = link_of("nccl", len({peer.machine for peer in team.peers}) == 1)
+    link = WITHIN_A_HOST if len({peer.machine for peer in team.peers}) == 1 else BETWEEN_HOSTS
     sizes = layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden, layout.token_bytes
     if wanted.route != "gathered" and not gathering_pays(link, *sizes, bool(wanted.presum)):
         return Counted(team.channel)
@@ -361,7 +361,7 @@ def _open(
         return found, why
     made: list[Owner] = []
     for step in (lambda: made.append(allocate()), *(lambda step=step: step(made[0]) for step in steps)):
-        error = collectives.complaint(step, kind=RuntimeError).partition("\n")[0]
+        error = collectives.complaint(step, kind=RuntimeError).partition("\n")[0].strip()
         for rank, text in enumerate(collectives.gather_texts(team.channel, error, OPENING)):
             if text:
                 return None, f"rank {rank}: {text}"
