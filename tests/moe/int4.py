@@ -72,9 +72,11 @@ def mostly_zero(layer: Layer, form: Form, mean: float) -> tuple[Layer, ExpertWei
         x = QuantTensor(pack_nibbles(q.flatten(-2)), sf.to(form.dtype), (1, form.columns), zeros=zeros)
         return x.to(layer.tokens.device)
 
-    given = weights(*layer.gate_up.shape, 1 / mean), weights(*layer.down.shape, 1.0)
+    (E, N, K), (_, H, inner) = layer.gate_up.shape, layer.down.shape
+    gate_up, down = weights(E, N, K, 1 / mean), weights(E, H, inner, 1.0)
+    wide = dequantize(gate_up).bfloat16(), dequantize(down).bfloat16()
     shifted = replace(layer, tokens=layer.tokens + mean)
-    return shifted, _pack(layer, *given, "int4"), _pack(layer, *(dequantize(x).bfloat16() for x in given), "bf16")
+    return shifted, _pack(layer, gate_up, down, "int4"), _pack(layer, wide[0], wide[1], "bf16")
 
 
 def _pack(layer: Layer, gate_up, down, format: str) -> ExpertWeights:
