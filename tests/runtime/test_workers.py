@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,12 @@ def test_results_and_errors():
             list(found.map(unpicklable, [1]))
         with pytest.raises(ZeroDivisionError):
             list(found.map(half, [0]))
+
+
+def test_an_item_that_comes_after_a_process_died_has_no_result():
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        pool.submit(exit_at_once, 1).exception()
+        assert workers._outcome(workers._submitted(pool, half, 4)) == (None, None)
 
 
 def test_they_end_with_the_context_whatever_they_do(tmp_path):

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context
@@ -87,7 +87,7 @@ def serve(arch: str, num_jobs: int) -> None:
         while True:
             function, items = pickle.load(sys.stdin.buffer)
             pool = ProcessPoolExecutor(num_jobs, get_context("fork"), _begin_work, (answers.fileno(),))
-            number_of = {pool.submit(function, item): number for number, item in enumerate(items)}
+            number_of = {_submitted(pool, function, item): number for number, item in enumerate(items)}
             while number_of:
                 for done in wait(number_of, LOOK_S, FIRST_COMPLETED).done:
                     answers.write(pickle.dumps((number_of.pop(done), *_outcome(done))))
@@ -103,6 +103,16 @@ def _begin_work(answers: int) -> None:
     """Close a worker's end of the answers' pipe, which would outlive the interpreter otherwise."""
     os.close(answers)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
+def _submitted(pool: ProcessPoolExecutor, function: Callable[[Any], Any], item: object) -> Future[Any]:
+    """Queue an item; return a future that has failed if a process of the pool has died by now."""
+    try:
+        return pool.submit(function, item)
+    except BrokenProcessPool as error:
+        lost: Future[Any] = Future()
+        lost.set_exception(error)
+        return lost
 
 
 def _outcome(done: Any) -> tuple[Any, Exception | None]:
