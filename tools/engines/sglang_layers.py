@@ -11,7 +11,6 @@ whether they were called. With a GPU run it in a whole installation of SGLang.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import contextlib
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from tools.engines import empty_packages
+from tools.engines.checks import Checks, said
 from tools.engines.weights import fill, widened
 
 GPU = torch.cuda.is_available()
@@ -278,17 +278,10 @@ def main() -> None:
 
     from envoi.integrations import lines
 
-    failed = 0
-
-    def judge(name: str, good: bool, text: str) -> None:
-        nonlocal failed
-        failed += not good
-        print(f"{'ok' if good else 'FAILED':7}{name}: {text}", flush=True)
-
+    checks = Checks()
     print(f"SGLang {version('sglang')}, torch {torch.__version__}")
-    wanted = [name for name in sys.argv[1:] if not name.startswith("-")]
     for name, (format, make_config, given) in CASES.items():
-        if wanted and name not in wanted:
+        if not checks.wants(name):
             continue
         begun = time.time()
         try:
@@ -297,27 +290,26 @@ def main() -> None:
                 errors = run(layer, loaded)
             core = layer.quant_method.runner.runner_core
             good = core.packed.format == format and max(errors.values()) < FORM[format]
-            said = ", ".join(f"{count} tokens {error:.1e}" for count, error in errors.items())
-            judge(name, good, f"{core.packed.format}, {said}, {time.time() - begun:.0f} s")
+            checks.judge(name, good, f"{core.packed.format}, {said(errors)}, {time.time() - begun:.0f} s")
         except Exception as problem:
-            judge(name, False, f"{type(problem).__name__}: {problem}")
-            if "-v" in sys.argv:
+            checks.judge(name, False, f"{type(problem).__name__}: {problem}")
+            if checks.raises:
                 raise
-    if wanted:
-        sys.exit(failed > 0)
-    check_more(judge)
+    if checks.wanted:
+        checks.end()
+    check_more(checks.judge)
     for reason, (arguments, make_config, given) in REFUSED.items():
         with server(**arguments):
             layer, _ = made(make_config, **given)
             out = called(layer, *routing(5, layer.top_k)) if given.get("params_dtype") is None and not GPU else None
         told = " / ".join(lines._said)
-        judge(f"refused: {reason}", out is None and reason in told and "Envoi runs" not in told, told)
+        checks.judge(f"refused: {reason}", out is None and reason in told and "Envoi runs" not in told, told)
     for name, arguments in {"triton named": {"moe_runner_backend": "triton"}, "nothing named": {}}.items():
         with server(**{"moe_runner_backend": "auto"} | arguments):
             layer, _ = made(None)
         backend = layer.quant_method.runner.runner_backend
-        judge(f"off: {name}", backend.value == "triton" and not lines._said, repr(backend))
-    sys.exit(failed > 0)
+        checks.judge(f"off: {name}", backend.value == "triton" and not lines._said, repr(backend))
+    checks.end()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import contextlib
 import os
 
 os.environ |= {"ENVOI_VLLM": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tools.engines.checks import Checks, said
 from tools.engines.weights import fill, widened
 
 GPU = torch.cuda.is_available()
@@ -266,11 +266,6 @@ def _rounded_to_fp8(output: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, 
     output.copy_((x.float() / scale).clamp(-448, 448).to(output.dtype))
 
 
-def said(errors: dict[int, float]) -> str:
-    """Return the errors as text."""
-    return ", ".join(f"{count} tokens {error:.1e}" for count, error in errors.items())
-
-
 def main() -> None:
     """Run all checks, print a line for each; exit with 1 if one fails."""
     import vllm
@@ -279,17 +274,10 @@ def main() -> None:
 
     stack = contextlib.ExitStack()
     prepare(stack)
-    failed = 0
-
-    def judge(name: str, good: bool, text: str) -> None:
-        nonlocal failed
-        failed += not good
-        print(f"{'ok' if good else 'FAILED':7}{name}: {text}", flush=True)
-
+    checks = Checks()
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
-    wanted = [name for name in sys.argv[1:] if not name.startswith("-")]
     for name, (format, make, changed) in CASES.items():
-        if wanted and name not in wanted:
+        if not checks.wants(name):
             continue
         for backend in ("auto", *(OWN.get(format, ()) if GPU else ())):
             begun = time.time()
@@ -298,18 +286,19 @@ def main() -> None:
                 experts, errors = run(make(moe_config), moe_config)
                 mine = getattr(experts, "format", None) == format
                 good = mine == (backend == "auto") and (not mine or max(errors.values()) < FORM[format])
-                judge(f"{name}, {'Envoi' if mine else backend}", good, f"{said(errors)} {time.time() - begun:.0f} s")
+                title = f"{name}, {'Envoi' if mine else backend}"
+                checks.judge(title, good, f"{said(errors)} {time.time() - begun:.0f} s")
             except Exception as problem:
-                judge(f"{name}, {backend}", backend != "auto", f"{type(problem).__name__}: {problem}")
-                if "-v" in sys.argv:
+                checks.judge(f"{name}, {backend}", backend != "auto", f"{type(problem).__name__}: {problem}")
+                if checks.raises:
                     raise
-    if wanted:
-        sys.exit(failed > 0)
+    if checks.wanted:
+        checks.end()
     expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
     expert_map[[6, 1, 3]] = torch.arange(3, dtype=torch.int32, device=DEVICE)
     moe_config = config(num_local_experts=3)
     _, errors = run(plain_method(moe_config), moe_config, expert_map)
-    judge("bf16, experts of other ranks", max(errors.values()) < FORM["bf16"], said(errors))
+    checks.judge("bf16, experts of other ranks", max(errors.values()) < FORM["bf16"], said(errors))
     for reason, changed in REFUSED.items():
         lines._said.clear()
         try:
@@ -317,8 +306,8 @@ def main() -> None:
         except Exception as problem:  # vLLM has no kernels for a CPU
             chosen = problem
         told = " / ".join(lines._said)
-        judge(f"refused: {reason}", reason in told and "EnvoiExperts" not in repr(chosen), told)
-    sys.exit(failed > 0)
+        checks.judge(f"refused: {reason}", reason in told and "EnvoiExperts" not in repr(chosen), told)
+    checks.end()
 
 
 if __name__ == "__main__":

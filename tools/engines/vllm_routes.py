@@ -8,7 +8,6 @@ Without a GPU torch computes, and the process stands for one with a Hopper GPU.
 # pyright: reportMissingImports=false
 
 import os
-import sys
 
 os.environ |= {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "1"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -16,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tools.engines.checks import Checks
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
@@ -94,7 +95,7 @@ def main() -> None:
     from envoi.integrations import lines
     from envoi.integrations.vllm.experts import Experts
 
-    kind, failed = prepare(), 0
+    kind, checks = prepare(), Checks()
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
     source = torch.Generator(DEVICE).manual_seed(0)
     bias = torch.randn(256, generator=source, device=DEVICE) * 0.05
@@ -112,10 +113,9 @@ def main() -> None:
             found = router.select_experts(x, logits, topk_indices_dtype=torch.int32)
             errors.append(error(found, *expected(x, gate.weight, router)))
         good = type(runner).__name__ == "EnvoiRunner" and logits is x and max(errors) < 1e-4
-        failed += not good
-        print(f"{'ok' if good else 'FAILED':7}{model}: {', '.join(f'{e:.1e}' for e in errors)}", flush=True)
+        checks.judge(model, good, ", ".join(f"{e:.1e}" for e in errors))
     print("\n".join(lines._said))
-    sys.exit(failed > 0)
+    checks.end()
 
 
 class Gate(torch.nn.Module):
