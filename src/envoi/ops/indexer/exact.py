@@ -17,7 +17,7 @@ PROGRAMS_PER_SM = 3
 
 def topk(p: Problem, orders: torch.Tensor, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose as `fast.topk` does, by exact scores. orders: from `envoi.ops.indexer.certificate`."""
-    return fast.in_blocks(replace(p, shares_tiles=False), partial(score, orders), replace(order, as_torch=True))
+    return fast.in_blocks(p, partial(score, orders), replace(order, as_torch=True))
 
 
 def score(orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int, least: int = 0) -> None:

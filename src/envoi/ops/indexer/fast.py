@@ -1,7 +1,7 @@
 """Fast mode on a device: scores by tensor cores, then the k best of them. The host never waits for the device."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -169,8 +169,8 @@ def launches(p: Problem, step: int) -> Iterator[tuple[int, int]]:
 
 def topk(p: Problem, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose [rows, k] int32 as `envoi.indexer_topk` describes, and return errors [rows] int32: 0 = no error."""
-    on_hopper = implementation(p.q.device) == "hopper"
-    return in_blocks(p if on_hopper else replace(p, shares_tiles=False), score, order, EARLY and on_hopper)
+    early = EARLY and implementation(p.q.device) == "hopper"
+    return in_blocks(p, score, order, early)
 
 
 def in_blocks(

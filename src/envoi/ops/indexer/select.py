@@ -29,7 +29,9 @@ def run(
     expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
     expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
     seq_lens, block_table = seq_lens.contiguous(), block_table.contiguous()
-    problem = fast.Problem(q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table, k, next_n)
+    shares_tiles = orders is None and implementation(q.device) == "hopper"
+    tensors = q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table
+    problem = fast.Problem(*tensors, k, next_n, shares_tiles)
     form = fast.Order(slots, order == "score", order == "any")
     return fast.topk(problem, form) if orders is None else exact.topk(problem, orders, form)
 
