@@ -23,7 +23,6 @@ from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
-PLACED: tl.constexpr = tl.constexpr(4)  # experts that a program of `place_kernel` places, see there
 
 
 @triton.jit
@@ -70,7 +69,7 @@ def count_kernel(topk_ids, counts, num_slots, num_experts, BLOCK: tl.constexpr, 
 @triton.jit
 def place_kernel(
     topk_ids, counts, offsets, slot_to_pos, num_slots, num_experts, num_chunks,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Store offsets, and the rows of the slots in chunk c of PLACED experts from p * PLACED on: program (p, c).
 

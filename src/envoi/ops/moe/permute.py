@@ -28,7 +28,7 @@ MAX_SORT_CHUNKS, MAX_SORT_PROGRAMS = 8, 512  # every program reads all ids
 COUNT_SLOTS = 16384  # slots beyond which experts are counted first: then programs read only their chunk's ids
 CHUNK_SLOTS = 4096  # slots of such a chunk, at most 32767; beyond MANY_SLOTS twice as many
 MANY_SLOTS = 131072
-PLACED = 4  # experts that a program places: `kernels.PLACED`
+PLACED = 4  # experts that a program of `place_kernel` places, at most 4: it ranks them in one 64-bit number
 COUNTS_AT_ONCE = 4096  # of chunks and experts, that a program loads at once
 MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
 MAX_SUM_COLUMNS = 1024  # columns of a token that one program sums
@@ -117,7 +117,7 @@ def counted_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> tuple[Launch, 
     ids, sizes = topk_ids.contiguous(), (num_slots, num_experts)
     count = ids, counts, *sizes, block, experts
     at_once = min(next_power_of_2(chunks), max(1, COUNTS_AT_ONCE // experts))
-    place = ids, counts, row_map.offsets, row_map.slot_to_pos, *sizes, chunks, block, experts, at_once
+    place = ids, counts, row_map.offsets, row_map.slot_to_pos, *sizes, chunks, block, experts, at_once, PLACED
     options = {"num_warps": 8}
     return Launch((chunks,), count, options), Launch((-(-(num_experts + 1) // PLACED), chunks), place, options)
 
