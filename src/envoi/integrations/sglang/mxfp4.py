@@ -4,6 +4,7 @@
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,8 +70,5 @@ def _bias(layer: Any, side: str) -> torch.Tensor | None:
 
 def _layer_of(core: Core, layer: Any) -> Layer:
     num_experts, hidden, packed = layer.w2_weight.shape
-    found = layer_of(core.config, "mxfp4")
-    return Layer(
-        "mxfp4", hidden, 2 * packed, num_experts, found.top_k, found.activation, found.gate_up_layout,
-        _bias(layer, "w13") is not None, found.limit, found.alpha,
-    )  # fmt: skip
+    sizes = {"hidden": hidden, "intermediate": 2 * packed, "num_experts": num_experts}
+    return replace(layer_of(core.config, "mxfp4"), **sizes, bias=_bias(layer, "w13") is not None)

@@ -8,8 +8,10 @@ from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 
 MAX_EXPERTS = 512  # the ends of their tiles are in every warp's registers
-UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that divides K / 64, else the first
-UNROLLED_FP8 = (9, 8, 7, 6, 5, 4, 3)  # no product waits for its factor, which leaves registers for more steps
+# Steps that are requested together, the first that divides K / 64, and those where none does. In FP8 no product waits
+# for its factor, so that there are registers for more steps.
+UNROLLED = (5, 4, 6, 3), 5
+UNROLLED_FP8 = (9, 8, 7, 6, 5, 4, 3), 8
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
 MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
 SM_WARPS = 16  # that 128 registers a thread leave room for
@@ -170,9 +172,9 @@ def _room(count: int) -> int:
     return max(32, next_power_of_2(count))
 
 
-def unroll_of(num_steps: int, allowed: tuple[int, ...]) -> int:
-    """Return the steps of K that are requested together: the first allowed that divides K / 64, else the other one."""
-    return next((u for u in allowed if num_steps % u == 0), 8 if allowed is UNROLLED_FP8 else UNROLLED[0])
+def unroll_of(num_steps: int, allowed: tuple[int, ...], otherwise: int) -> int:
+    """Return the steps of K that are requested together: the first allowed that divides num_steps, else `otherwise`."""
+    return next((u for u in allowed if num_steps % u == 0), otherwise)
 
 
 @cache
@@ -196,14 +198,14 @@ def few_configs(
     l1, l2 = hidden // 64, intermediate // 64
     unrolls = UNROLLED_FP8 if fp8 and not looks_up else UNROLLED
     common = FewConfig(
-        8, 4, l1, 0, unroll_of(l1, unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
+        8, 4, l1, 0, unroll_of(l1, *unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
         looks_up=looks_up, int4=forms[0],
     )  # fmt: skip
 
     def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
         first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps)
         second = replace(
-            first, num_steps=l2, unroll=unroll_of(l2, unrolls), is_l1=False, activation="", limit=None, max_slots=0,
+            first, num_steps=l2, unroll=unroll_of(l2, *unrolls), is_l1=False, activation="", limit=None, max_slots=0,
             int4=forms[1],
         )  # fmt: skip
         room = max(first.own_steps, second.own_steps)
