@@ -16,6 +16,7 @@ import torch
 from envoi import env
 from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
+from envoi.integrations.vllm import loading
 from envoi.integrations.vllm.used import ALL, SELECTORS
 
 logger = logging.getLogger("vllm.envoi")
@@ -49,6 +50,7 @@ def install() -> None:
         changes += [(module, used.name, new) for module in loaded if getattr(module, used.name, None) is old]
     for change in changes:
         setattr(*change)
+    loading.install(names)
 
 
 def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any]) -> Callable:
