@@ -16,7 +16,7 @@ import envoi
 import envoi.integrations.vllm as integration
 from envoi.integrations import engines, lines, names
 from envoi.integrations.vllm import experts, select
-from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, SELECTORS
+from envoi.integrations.vllm.used import ALL, EXCHANGE, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
 from tests.integrations.stand_ins import OWN, RECORD, function, modules
@@ -81,7 +81,7 @@ def test_supported_releases_have_all_names(release):
 
 def test_the_record_is_of_the_supported_releases():
     assert set(RECORD) == {f"{engine} {release}" for engine, releases in RELEASES.items() for release in releases}
-    assert all(set(RECORD[release]) == {str(used) for used in (*ALL, *ROUTE)} for release in VLLM)
+    assert all(set(RECORD[release]) == {str(used) for used in (*ALL, *ROUTE, *EXCHANGE)} for release in VLLM)
 
 
 def test_stand_ins_have_what_releases_have(vllm):
@@ -280,7 +280,7 @@ def test_a_layer_computes_what_its_weights_mean(vllm, format):
 
 
 def processed(found: dict[str, Any], format: str, given: dict[str, Any], **changed: Any) -> Any:
-    """Return vLLM's layer of these tensors after its method has processed them, which keeps its kernel in bf16 alone."""
+    """Return vLLM's layer of these tensors after its method processed them, which keeps its kernel in bf16 alone."""
     method = SimpleNamespace(moe_kernel=None)
 
     def process(layer: Any) -> None:

@@ -73,6 +73,7 @@ class Experts:
         self.packed: ExpertWeights | None = None
         self.works = False  # whether a call has come back
         self.own: Any = None  # vLLM's kernel, if it has taken over
+        self.exchange: Any = None  # Envoi's between ranks, in the place of vLLM's: `exchange.join`
         self.max_tokens = max_tokens(self.names, moe_config)
 
     @property
@@ -149,7 +150,7 @@ class Experts:
                 self._run(output, hidden_states, w1, w2, weights, topk_ids, expert_map)
                 return
             except Exception as error:
-                if self.works:
+                if self.works or self.exchange is not None:
                     raise
                 self._give_way(error)
         if hidden_states.dtype == output.dtype and self.own.quant_dtype is not None:  # this call was prepared for Envoi
@@ -174,11 +175,15 @@ class Experts:
             self.packed = self._pack(w1, w2, (self.w1_bias, self.w2_bias))
         if not self.works:
             self._warm_up(w1, w2)
-        num_experts = self.packed.num_local_experts if expert_map is None else len(expert_map)
-        envoi.moe(
-            hidden_states, envoi.Routing(weights, topk_ids, num_experts), self.packed, expert_map=expert_map,
-            batch_invariant=env.is_on("VLLM_BATCH_INVARIANT"), out=output,
-        )  # fmt: skip
+        if self.exchange is not None:
+            routing = envoi.Routing(weights, topk_ids, self.exchange.num_experts)
+            self.exchange.moe(hidden_states, routing, out=output)
+        else:
+            num_experts = self.packed.num_local_experts if expert_map is None else len(expert_map)
+            envoi.moe(
+                hidden_states, envoi.Routing(weights, topk_ids, num_experts), self.packed, expert_map=expert_map,
+                batch_invariant=env.is_on("VLLM_BATCH_INVARIANT"), out=output,
+            )  # fmt: skip
         self.works = True
 
     def _give_way(self, error: Exception) -> None:
@@ -213,9 +218,13 @@ class Experts:
     def _warm_up(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
         """Prepare calls with few tokens, once for layers of a kind: in memory that outlives vLLM's sleep."""
         layer = self._layer(w1, w2)
-        if self.packed is not None and (layer, self.max_tokens) not in _warm:
-            _warm.add((layer, self.max_tokens))
+        if self.packed is None or (layer, self.max_tokens) in _warm:
+            return
+        _warm.add((layer, self.max_tokens))
+        if self.exchange is None:
             engines.warm_up(layer, self.packed, self.max_tokens)
+        else:  # ranks compile together
+            self.exchange.warm_up(progress=False)
 
 
 @cache

@@ -9,6 +9,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from envoi import env
+from envoi.integrations.names import found_names
+from envoi.integrations.vllm import exchange
+from envoi.integrations.vllm.used import EXCHANGE
+
 
 def install(names: Mapping[str, Any]) -> None:
     """Let `follow` see each layer that vLLM makes."""
@@ -35,5 +40,7 @@ def follow(layer: Any) -> None:
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if isinstance(experts, Experts):
             experts.take(layer)
+            if env.exchanges_vllm():
+                exchange.join(layer, method.moe_kernel, found_names(EXCHANGE))
 
     method.process_weights_after_loading = process_and_pack

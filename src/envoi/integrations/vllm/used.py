@@ -84,7 +84,8 @@ ALL = (
     Used(
         f"{MOE}.config", "FusedMoEParallelConfig",
         members=(
-            "use_all2all_kernels", "all2all_backend", "dp_size", "enable_eplb", "use_batched_activation_format"
+            "use_all2all_kernels", "all2all_backend", "dp_size", "ep_size", "enable_eplb",
+            "use_batched_activation_format", "is_sequence_parallel",
         ),
     ),
     Used(
@@ -122,4 +123,14 @@ ROUTE = (
     Used("vllm.forward_context", "ForwardContext", members=("is_padding",)),
     Used("vllm.envs", "environment_variables"),
     Used("vllm.config", "get_current_vllm_config_or_none"),
+)  # fmt: skip
+EXCHANGE = (
+    Used("vllm.distributed.parallel_state", "get_ep_group"),
+    Used("vllm.config", "get_current_vllm_config_or_none"),
+    Used(f"{MOE}.prepare_finalize.no_dp_ep", "make_moe_prepare_and_finalize_no_dp_ep", takes=("use_monolithic",)),
+    Used(
+        f"{MOE}.modular_kernel", "FusedMoEKernelModularImpl",
+        methods={"__init__": ("prepare_finalize", "fused_experts")},
+    ),
+    Used("vllm.config.parallel", "ParallelConfig", members=("expert_placement_strategy",)),
 )  # fmt: skip
