@@ -70,7 +70,7 @@ def scattered(self: Any, x: torch.Tensor, dim: int, sizes: list[int]) -> torch.T
 
 def run(name: str, rank: int) -> tuple[Any, float]:
     """Return a layer's kernel on this rank, and the error of its result for this rank's tokens."""
-    format, make, changed = CASES[name]
+    _, make, changed = CASES[name]
     local = E // len(TOKENS)
     parallel = {"dp_size": len(TOKENS), "dp_rank": rank, "ep_size": len(TOKENS), "ep_rank": rank, "use_ep": True,
                 "all2all_backend": "allgather_reducescatter"}  # fmt: skip

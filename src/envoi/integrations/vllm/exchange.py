@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 from envoi import env
 from envoi.integrations.lines import say
+from envoi.integrations.names import found_names
+from envoi.integrations.vllm.used import EXCHANGE
 
 logger = logging.getLogger("vllm.envoi")
 # How long a rank waits for its peers: while layers are loaded, which takes ranks unequally long, and in calls.
@@ -20,7 +22,7 @@ TIMEOUT_S = 300.0
 _opened: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def join(layer: Any, kernel: Any, names: Mapping[str, Any]) -> None:
+def join(layer: Any, kernel: Any) -> None:
     """Let the experts of a layer exchange tokens themselves if they can, else say once why not. Collective.
 
     kernel: vLLM's FusedMoEKernel of the layer, whose experts are Envoi's, and packed.
@@ -29,6 +31,7 @@ def join(layer: Any, kernel: Any, names: Mapping[str, Any]) -> None:
     if experts.exchange is not None or not experts.moe_config.moe_parallel_config.use_all2all_kernels:
         return
     try:
+        names = found_names(EXCHANGE)
         why = why_not(experts, names)
         if not why:
             if layer not in _opened:

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from envoi import env
-from envoi.integrations.names import found_names
 from envoi.integrations.vllm import exchange
-from envoi.integrations.vllm.used import EXCHANGE
 
 
 def install(names: Mapping[str, Any]) -> None:
@@ -41,6 +39,6 @@ def follow(layer: Any) -> None:
         if isinstance(experts, Experts):
             experts.take(layer)
             if env.exchanges_vllm():
-                exchange.join(layer, method.moe_kernel, found_names(EXCHANGE))
+                exchange.join(layer, method.moe_kernel)
 
     method.process_weights_after_loading = process_and_pack
