@@ -1,6 +1,6 @@
 """Envoi's core in SGLang's own classes: numbers of each format, what is chosen and what is refused.
 
-    python -m tools.engines.sglang_layers [CASE ..]    with SGLang's Python files, msgspec and dill importable
+    python -m tools.engines.sglang_layers [CASE | more ..]    with SGLang's Python files, msgspec and dill importable
 
 Layers are SGLang's FusedMoE, made as a server's process makes them: its plug-ins loaded, its configuration published.
 Weights are filled, processed as loaded weights are, and the layer is called through SGLang's dispatcher. The result is
@@ -310,9 +310,10 @@ def main() -> None:
             checks.judge(name, False, f"{type(problem).__name__}: {problem}")
             if checks.raises:
                 raise
+    if checks.wants("more"):
+        check_more(checks.judge)
     if checks.wanted:
         checks.end()
-    check_more(checks.judge)
     for reason, (arguments, make_config, given) in REFUSED.items():
         with server(**arguments):
             layer, _ = made(make_config, **given)

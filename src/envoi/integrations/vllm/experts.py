@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,18 +153,18 @@ class Experts:
                 if self.works or self.exchange is not None:
                     raise
                 self._give_way(error)
-        if hidden_states.dtype == output.dtype and self.own.quant_dtype is not None:  # this call was prepared for Envoi
+        own = cast(Any, self.own)
+        if hidden_states.dtype == output.dtype and own.quant_dtype is not None:  # this call was prepared for Envoi
             hidden_states, a1q_scale = self.names["moe_kernel_quantize_input"](
-                hidden_states, self.own.a1_scale, self.own.quant_dtype, self.own.per_act_token_quant,
-                self.own.block_shape,
-            )  # fmt: skip
+                hidden_states, own.a1_scale, own.quant_dtype, own.per_act_token_quant, own.block_shape
+            )
         if not workspace13.numel():
-            shapes = self.own.workspace_shapes(
+            shapes = own.workspace_shapes(
                 len(output), w1.shape[1], output.shape[1], topk_ids.shape[1], global_num_experts, len(w1),
                 expert_tokens_meta, activation,
             )  # fmt: skip
             workspace13, workspace2 = (output.new_empty(shape) for shape in shapes[:2])
-        self.own.apply(
+        own.apply(
             output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
             a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
         )  # fmt: skip
