@@ -1,6 +1,6 @@
 """Envoi's experts in vLLM's own classes: numbers of each format, what is chosen and what is refused.
 
-    python -m tools.engines.vllm_layers [CASE | "loaded anew" | failures ..]      with a vLLM and its dependencies importable
+    python -m tools.engines.vllm_layers [CASE | "loaded anew" | failures ..]    with vLLM's dependencies importable
 
 Weights go the way that a server's go: vLLM's method for a layer makes parameters and chooses a kernel; parameters are
 filled, processed as loaded weights are, and the layer is called. The result is held to the layer in float64. Some are
