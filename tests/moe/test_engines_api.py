@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import envoi
 from envoi.ops.moe import packing
@@ -140,8 +141,23 @@ def test_a_map_is_checked():
 def test_a_mapped_call_can_be_planned():
     experts = ExpertWeights(meta(4, 512, 256), meta(4, 256, 256), "bf16")
     slots = meta(600, 8, dtype=torch.float32), meta(600, 8, dtype=torch.int32)
-    made = envoi.plan(envoi.moe, meta(600, 256), Routing(*slots, 16), experts, expert_map=meta(16, dtype=torch.int32))
-    assert made.launches[0].kernel == "sort_kernel" and made.outputs.shape == (600, 256)
+    tokens, expert_map = meta(600, 256), meta(16, dtype=torch.int32)
+    for count in (600, 2):  # by kernels for many tokens and for few
+        given = tokens[:count], Routing(*(x[:count] for x in slots), 16), experts
+        made = envoi.plan(envoi.moe, *given, expert_map=expert_map)
+        here = envoi.plan(envoi.moe, given[0], replace(given[1], num_experts=4), experts)
+        names = [[launch.kernel for launch in found.launches] for found in (made, here)]
+        assert names[0] == ["map_kernel", *names[1]] and made.outputs.shape == (count, 256)
+        assert made.workspace_bytes == here.workspace_bytes + -(-count * 8 * 4 // 512) * 512
+
+
+def test_a_mapped_call_without_values():
+    layer = make(tokens=5, experts=8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        routing = Routing(torch.empty(5, 3), torch.empty(5, 3, dtype=torch.int32), 12)
+        expert_map = torch.empty(12, dtype=torch.int32)
+        found = envoi.moe(torch.empty_like(layer.tokens), routing, layer.pack(), expert_map=expert_map)
+    assert isinstance(found, FakeTensor) and found.shape == layer.tokens.shape and found.dtype == torch.bfloat16
 
 
 @pytest.fixture

@@ -105,8 +105,10 @@ def test_no_call_launches_what_was_not_compiled(launched, format, seed):
     for num_tokens in [1, most, *(draw.randint(1, most) for _ in range(40))]:
         tokens = torch.zeros(num_tokens, experts.hidden, dtype=draw.choice([torch.bfloat16, torch.float16]))
         ids, weights = (torch.zeros(num_tokens, k, dtype=dtype) for dtype in dtypes)
+        expert_map = torch.zeros(draw.randint(1, 50), dtype=torch.int32) if draw.random() < 0.3 else None
+        num_experts = experts.num_local_experts if expert_map is None else len(expert_map)
         launched.clear()
-        envoi.moe(tokens, Routing(weights, ids, experts.num_local_experts), experts)
+        envoi.moe(tokens, Routing(weights, ids, num_experts), experts, expert_map=expert_map)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
 
 

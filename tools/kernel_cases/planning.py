@@ -68,7 +68,7 @@ def matrix(scheme: str, *shape: int) -> torch.Tensor | QuantTensor:
 class Layer:
     """Layer of experts. format: of `envoi.quant.FORMATS`. layout: of gate_up. bounded: factors are known to be small.
 
-    arch: for which it is packed.
+    arch: for which it is packed. mapped: the ids go through a map.
     """
 
     format: str
@@ -83,6 +83,7 @@ class Layer:
     bounded: bool = True
     arch: str = HOPPER[0]
     batch_invariant: bool = False
+    mapped: bool = False
 
     def __call__(self) -> None:
         """Call `envoi.moe`."""
@@ -90,7 +91,8 @@ class Layer:
         weights, ids = without_memory(slots, torch.float32), without_memory(slots, torch.int32)
         tokens = without_memory((self.num_tokens, self.hidden), torch.bfloat16)
         routing = Routing(weights, ids, self.num_experts)
-        envoi.moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant)
+        expert_map = without_memory((self.num_experts,), torch.int32) if self.mapped else None
+        envoi.moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant, expert_map=expert_map)
 
     @property
     def experts(self) -> ExpertWeights:
