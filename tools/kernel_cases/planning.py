@@ -113,10 +113,8 @@ class Layer:
 def _packed(
     hidden: int, intermediate: int, num_experts: int, format: str, activation: str, has_bias: bool, arch: str
 ) -> ExpertWeights:
-    """Pack two experts, as which all others are: to pack hundreds takes seconds, also without memory."""
     with standing_for(Target(arch, NUM_SMS)):
-        two = experts_without_memory(hidden, intermediate, 2, format, activation, has_bias)
-    return two._map(lambda x: x.new_empty_strided((num_experts, *x.shape[1:]), x.stride()))
+        return experts_without_memory(hidden, intermediate, num_experts, format, activation, has_bias)
 
 
 @dataclass(frozen=True)
