@@ -30,7 +30,7 @@ def drawn(seed: int) -> dict:
         "format": draw.choice([*FORMATS, "int4"] if draw.random() < 0.05 else [*FORMATS]),
         "activation": draw.choice(ACTIVATIONS),
         "hidden": draw.choice(SIZES), "intermediate": draw.choice(SIZES[1:]),
-        "num_experts": draw.choice((1, 8, 40)), "top_k": draw.choice((1, 2, 8)),
+        "num_experts": draw.choice((1, 3, 8)), "top_k": draw.choice((1, 2, 8)),
         "bias": draw.random() < 0.3, "swiglu_limit": draw.choice((None, None, None, 7.0, 7.0, 0.0)),
         "swiglu_alpha": draw.choice((None, None, None, None, None, 1.5)),
         "weight_block_size": draw.choice((None, None, None, None, (128, 128), (128, 128), (256, 128), (64, 64))),
