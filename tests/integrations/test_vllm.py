@@ -15,7 +15,7 @@ import torch
 import envoi
 import envoi.integrations.vllm as integration
 from envoi.integrations import engines, lines, names
-from envoi.integrations.vllm import experts, select
+from envoi.integrations.vllm import experts, loading, select
 from envoi.integrations.vllm.used import ALL, EXCHANGE, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
@@ -279,12 +279,16 @@ def test_a_layer_computes_what_its_weights_mean(vllm, format):
     assert relative_error(ones, 2 * want) < 0.08, "vLLM has multiplied the tokens by the weights"
 
 
-def processed(found: dict[str, Any], format: str, given: dict[str, Any], **changed: Any) -> Any:
-    """Return vLLM's layer of these tensors after its method processed them, which keeps its kernel in bf16 alone."""
+def processed(
+    found: dict[str, Any], format: str, given: dict[str, Any], *, keeps: bool = False, **changed: Any
+) -> Any:  # fmt: skip
+    """Return vLLM's layer of these tensors after its method has processed them; keeps: a kernel once it has one."""
     method = SimpleNamespace(moe_kernel=None)
 
     def process(layer: Any) -> None:
-        if method.moe_kernel is None or format != "bf16":
+        if getattr(layer, loading.DONE, False):
+            return
+        if method.moe_kernel is None or not keeps:
             method.moe_kernel = SimpleNamespace(fused_experts=made(found, format, layer.given, **changed))
 
     method.process_weights_after_loading = process
@@ -298,8 +302,9 @@ def processed(found: dict[str, Any], format: str, given: dict[str, Any], **chang
 
 def process_again(layer: Any, given: dict[str, Any]) -> None:
     layer.given, layer.w13_weight, layer.w2_weight = given, given["gate_up"], given["down"]
-    if "gate_up_bias" in given:
-        layer.w13_bias, layer.w2_bias = given["gate_up_bias"], given["down_bias"]
+    for name, theirs in experts.HELD.items():
+        if name in given:
+            setattr(layer, theirs[-1], given[name])
     layer.quant_method.process_weights_after_loading(layer)
 
 
@@ -311,6 +316,16 @@ def kernel(layer: Any) -> Any:
 def test_a_layer_is_packed_when_its_weights_are_processed(vllm, format):
     found = kernel(processed(vllm, format, tensors(format)))
     assert found.packed.format == format and found.own is None and not found.works
+
+
+def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, monkeypatch):
+    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+    given = tensors("mxfp4")
+    layer = processed(vllm, "mxfp4", given)
+    want = called(kernel(layer), given, X, IDS)
+    setattr(layer, loading.DONE, True)  # weights are fragments now, which mustn't be taken for rows
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(called(kernel(layer), given, X, IDS), want)
 
 
 def test_other_kernels_of_vllm_are_left_alone(vllm):
@@ -341,15 +356,19 @@ def with_biases(format: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return given
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["new kernel", "kernel kept"])
 @pytest.mark.parametrize("moved", [False, True], ids=["in place", "by layers"])
 @pytest.mark.parametrize("format", KEYS)
-def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, monkeypatch):
+def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, keeps, monkeypatch):
     monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
     given, fresh = with_biases(format), with_biases(format, seed=9)
     copies = {name: y.clone() for name, y in fresh.items()}
     want = called(kernel(processed(vllm, format, copies, has_bias="down_bias" in given)), copies, X, IDS)
-    layer = processed(vllm, format, given, has_bias="down_bias" in given)
+    layer = processed(vllm, format, given, keeps=keeps, has_bias="down_bias" in given)
     packed = kernel(layer).packed
+    if keeps and format == "nvfp4":  # which vLLM writes to then
+        kernel(layer).g1_alphas.copy_(fresh["gate_up_scale"])
+        kernel(layer).g2_alphas.copy_(fresh["down_scale"])
     if moved:  # vLLM loads into tensors of its own, and copies what has become of them over the parameters
         process_again(layer, fresh)
     for name, y in given.items():

@@ -48,6 +48,11 @@ SCHEMES = {
     ("kNvfp4Static", None): "nvfp4",
     ("kNvfp4Static", "kNvfp4Dynamic"): "nvfp4",
 }
+# Argument of `pack` -> vLLM's parameters of a layer, of which it has one.
+HELD = {
+    "gate_up_bias": ("w13_bias",), "down_bias": ("w2_bias",),
+    "gate_up_sf": ("w13_weight_scale", "w13_weight_scale_inv"), "down_sf": ("w2_weight_scale", "w2_weight_scale_inv"),
+}  # fmt: skip
 STEP = 8192  # tokens, where vLLM has no config
 # vLLM's layer -> what was packed of it: weights loaded anew go into the same memory, which captured graphs read.
 _packed: WeakKeyDictionary[Any, ExpertWeights] = WeakKeyDictionary()
@@ -131,9 +136,7 @@ class Experts:
         """
         before = _packed.get(layer)  # perhaps by another object: vLLM makes its kernels anew
         try:
-            # Not those that vLLM's config names, which it may keep while it loads into new ones.
-            biases = getattr(layer, "w13_bias", self.w1_bias), getattr(layer, "w2_bias", self.w2_bias)
-            self.packed = _packed[layer] = self._pack(layer.w13_weight, layer.w2_weight, biases, before)
+            self.packed = _packed[layer] = self._pack(layer.w13_weight, layer.w2_weight, layer, before)
         except Exception as error:
             if before is not None:
                 raise
@@ -172,7 +175,7 @@ class Experts:
     def _run(self, output, hidden_states, w1, w2, weights, topk_ids, expert_map) -> None:
         """Call Envoi's kernels; weights: 1 where vLLM has multiplied the tokens by the router's."""
         if self.packed is None:
-            self.packed = self._pack(w1, w2, (self.w1_bias, self.w2_bias))
+            self.packed = self._pack(w1, w2)
         if not self.works:
             self._warm_up(w1, w2)
         if self.exchange is not None:
@@ -206,11 +209,16 @@ class Experts:
         return replace(layer, **sizes, bias=self.w1_bias is not None)
 
     def _pack(
-        self, w1: torch.Tensor, w2: torch.Tensor, biases: tuple[Any, Any], into: ExpertWeights | None = None
+        self, w1: torch.Tensor, w2: torch.Tensor, layer: Any = None, into: ExpertWeights | None = None
     ) -> ExpertWeights:  # fmt: skip
-        more = {"gate_up_bias": biases[0], "down_bias": biases[1]}
+        """Pack weights. layer: vLLM's, which has their other tensors; None: those that the kernel's config names."""
+        more = {"gate_up_bias": self.w1_bias, "down_bias": self.w2_bias}
         if self.format != "bf16":
             more |= {"gate_up_sf": self.w1_scale, "down_sf": self.w2_scale}
+        for name in [name for name, x in more.items() if x is not None]:
+            # vLLM may keep a kernel and its config while it loads into new tensors.
+            held = (getattr(layer, theirs, None) for theirs in HELD[name])
+            more[name] = next((x for x in held if x is not None), more[name])
         if self.format == "nvfp4":
             more |= {"gate_up_scale": self.g1_alphas, "down_scale": self.g2_alphas}
         return engines.pack_layer(self._layer(w1, w2), w1, w2, into=into, **more)

@@ -12,6 +12,8 @@ from typing import Any
 from envoi import env
 from envoi.integrations.vllm import exchange
 
+DONE = "_already_called_process_weights_after_loading"  # of vLLM's layers whose methods do nothing a second time
+
 
 def install(names: Mapping[str, Any]) -> None:
     """Let `follow` see each layer that vLLM makes."""
@@ -34,7 +36,10 @@ def follow(layer: Any) -> None:
     process = method.process_weights_after_loading
 
     def process_and_pack(layer: Any) -> None:
+        is_done = getattr(layer, DONE, False)
         process(layer)
+        if is_done:  # then nothing has happened, and weights may be in Envoi's order
+            return
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if isinstance(experts, Experts):
             experts.take(layer)
