@@ -201,6 +201,20 @@ def test_scales_of_activations_from_a_checkpoint_are_refused(vllm, caplog):
     assert "activations have a scale from the checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize("format", KEYS)
+def test_weights_that_processes_share_arent_reordered(vllm, format, caplog):
+    caplog.set_level(logging.INFO)
+    settings = SimpleNamespace(
+        load_config=SimpleNamespace(load_format=select.SHARED),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    vllm["vllm.config"].get_current_vllm_config_or_none = lambda: settings
+    integration.register()
+    oracle, keys = KEYS[format]
+    own = selector(vllm, oracle)(config(vllm), *keys) == OWN
+    assert own == (format not in engines.VIEWED) == ("are shared with other processes" in caplog.text)
+
+
 @pytest.mark.parametrize("name", select.NAMED_BY["fp8"])
 def test_a_variable_that_names_a_kernel_wins(vllm, name, monkeypatch):
     integration.register()
