@@ -72,7 +72,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     if not problem.num_groups:
         found += two_widths(k)
-        found += [*narrowed_configs(problem.M, k), *narrowed_features(problem.N, k)] if code.elementwise else []
+        found += narrowed_configs(problem.M, k) if code.elementwise else []
+        found += narrowed_features(problem.N, k) if code.elementwise and problem.M > FEW_TOKENS else []
     found = [fitted(problem, in_bands(problem, config), code) for config in found]
     return [config for config in dict.fromkeys(found) if not why_not(problem, config, code)]
 

@@ -258,14 +258,13 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
         return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
-    if c.stored_in_boxes:
+    if c.few_columns:
         # Stores from registers would be right too, since rows after a tile's last are masked; none were measured.
-        lowered = code.elementwise and len(code.tma_outputs) == len(code.output_specs)
-        few = f"at most {FEW_TOKENS} tokens or a power of two"
-        return "" if lowered else f"block_y: expected {few} unless outputs are elementwise and stored by TMA"
-    if c.few_columns and (code.takes_halves or not code.elementwise):
-        fits = f"a power of two or one of {TWO_WIDTHS}"
-        return f"block_y: expected {fits} unless outputs are elementwise, got {c.block_y}"
+        if not code.elementwise or len(code.tma_outputs) != len(code.output_specs):
+            widths = f"at most {FEW_TOKENS} tokens or a power of two"
+            return f"block_y: expected {widths} unless outputs are elementwise and stored by TMA"
+        if c.stored_in_boxes:
+            return ""
     if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
