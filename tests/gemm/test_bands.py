@@ -38,7 +38,6 @@ def test_the_rows_of_neighbours_are_those_of_the_tiles_that_the_scheduler_gives_
     expected = sum(rows * share for rows, share in rows_of_neighbours(problem, config))
     # Groups begin anywhere, so they have a column more than the fewest, and a row, or two where a band ends.
     assert expected * 0.9 <= sum(found) / len(found) <= expected + 2 * config.block_x + config.block_y
-    assert min(found) <= expected + config.block_x
 
 
 # Times in us on an H200 in bands of 8, and in the best: notes/2026-11-gemm-sm90.md, "What a multiprocessor and its
