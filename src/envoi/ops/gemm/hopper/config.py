@@ -35,8 +35,8 @@ class Config(Constant):
     rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
         Three, in a plain GEMM only, have at most 64 accumulators a thread, if `narrowed` `MOST_OF_THREE`.
-    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, or with swap_ab
-        one of `NARROWED`, by instructions that Triton has no tensor for.
+    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, one of
+        `NARROWED_FEATURES` or with swap_ab one of `NARROWED`, by instructions that Triton has no tensor for.
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks (of tokens if `stored_in_boxes`), and the ring
         through which TMA stores them.
@@ -280,7 +280,7 @@ def _why_not_narrowed(problem: Problem, c: Config) -> str:
     if not c.narrowed:
         return ""
     if problem.num_groups or problem.scaled or c.rows_per_consumer != 64:
-        return f"block_y: expected a power of two unless in a plain GEMM of 64 features a consumer, got {c.label()}"
+        return f"block_y: expected a power of two unless in a plain GEMM of 64 rows a consumer, got {c.label()}"
     if c.few_columns and c.split_k > 1:
         return f"split_k: expected 1 beside {c.block_y} columns, no power of two, got {c.split_k}"
     if c.block_k * problem.element_bytes > 128:  # longer rows are kept in parts, far apart in views of many rows
