@@ -77,11 +77,6 @@ def limited(most: int) -> AbstractContextManager[None]:
     return scoped(_local, most_sms=most)
 
 
-def is_limited() -> bool:
-    """Tell whether this thread's launches are kept to some of the multiprocessors."""
-    return _local.most_sms is not None
-
-
 def implementation(device: torch.device) -> str:
     """Return the implementation for a device: "hopper" (sm_90), "triton" (other GPUs) or "torch".
 
