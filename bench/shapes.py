@@ -78,8 +78,8 @@ TRANSPORTS = ("over nccl", "by host")
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
-# Mostly few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are no
-# powers of two, and many small experts.
+# Mostly few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are
+# no powers of two, and many small experts.
 GPT_OSS_20B, GPT_OSS_120B = (2880, 2880, 32, 4), (2880, 2880, 128, 4)
 KIMI_K2_PART = (7168, 2048, 48, 8)  # one rank's experts of eight
 MOE_DECODE = (
