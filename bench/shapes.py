@@ -46,7 +46,7 @@ ROUTER_DENSE_N = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 MOE_V4, MOE_SMALL, MOE_V3 = (4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8)
 MOE_OVER_RANKS = (
-    *((MOE_V4, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 512, 2048, 8192)),
+    *((MOE_V4, m, name) for name in ("fp8_block128", "fp8_row", "mxfp4_fp8") for m in (64, 512, 2048, 8192)),
     (MOE_V4, 2048, "bf16"),
     (MOE_V4, 64, "mxfp4_mxfp8"),
     (MOE_V4, 64, "mxfp4"),
@@ -322,6 +322,7 @@ def _moe_cases() -> list[Case]:
     shapes += [
         MoeShape(*MOE_V4, 2048, "fp8_block128", skew, zipf=zipf) for skew, zipf in ((MOE_SKEW, 0.0), (1.0, MOE_ZIPF))
     ]
+    shapes.append(MoeShape(*MOE_V4, 2048, "mxfp4_fp8", zipf=MOE_ZIPF))
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in (*MOE_DECODE, *MOE_OF_PEERS)]
