@@ -25,6 +25,7 @@ class Grouping:
     expected: int | None = None
     to: torch.Tensor | None = None
     batch_invariant: bool = False
+    overlap: int = 0
 
     def likely_rows(self, room: int) -> int:
         """Return the number of rows to expect where there is room for `room`."""

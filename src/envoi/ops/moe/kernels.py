@@ -16,6 +16,8 @@ Buffers have a row for each slot. Rows after the last expert's are neither writt
 import triton
 import triton.language as tl
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from envoi.epilogues.codes_triton import to_e4m3, widen
 from envoi.epilogues.device import bf16, divide, e4m3, e8m0_ceil, group_amax
 from envoi.epilogues.tile_triton import group_max, times_group
@@ -26,7 +28,10 @@ E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 
 
 @triton.jit
-def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
+def sort_kernel(
+    topk_ids, offsets, slot_to_pos, num_slots, num_experts, weights,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Store offsets[e] and the rows of expert e's slots in chunk c, in slot order: program (e, c).
 
     Each program reads all ids instead of waiting for the others: no atomics, a fixed order. Counting takes a fifth of
@@ -34,6 +39,14 @@ def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: t
     masked slots.
     """
     own, chunk = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        gdc_launch_dependents()
+    if PREFETCH > 0:
+        program = (own * tl.num_programs(1) + chunk).to(tl.int64)
+        at = weights.to(tl.int64) + (program * 128 + tl.arange(0, 128)) * PREFETCH
+        tl.inline_asm_elementwise(
+            "mov.b32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2;", "=r,l,r", [at, PREFETCH + 0 * tl.arange(0, 128)], tl.int32, is_pure=False, pack=1
+        )
     size = tl.cdiv(tl.cdiv(num_slots, BLOCK), tl.num_programs(1)) * BLOCK
     begin = chunk * size
     before = tl.zeros((BLOCK,), tl.int32)
@@ -134,6 +147,7 @@ def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP:
 def gather_kernel(
     tokens, stride, topk_weights, slot_to_pos, rows, rows_sf, row_weights, width, k,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Copy a token to the rows of its slots, and its weights to their row weights; read and quantise it only once.
 
@@ -142,6 +156,9 @@ def gather_kernel(
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     if tl.program_id(1) == 0:
         slots = tl.arange(0, SLOTS)
         pos = tl.load(slot_to_pos + m * k + slots, mask=slots < k, other=-1)
@@ -161,9 +178,12 @@ def gather_kernel(
 @triton.jit
 def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, trace,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr, trace,
 ):  # fmt: skip
     """Quantise the rows before offsets[num_experts], those that belong to an expert."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     note_begin(trace, 0, 0, 0)
     for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -174,11 +194,15 @@ def quantize_kernel(
 
 
 @triton.jit
-def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+def combine_kernel(
+    rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    if OVERLAP:
+        gdc_wait()
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
         pos = tl.load(slot_to_pos + m * K + s)
         at, mask = rows + pos.to(tl.int64) * width + columns, (columns < width) & (pos >= 0)

@@ -21,6 +21,8 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.timeline import UNTRACED
 from envoi.types import Matrix, QuantTensor
 
+OVERLAP = 0  # probe
+PREFETCH = 0
 KERNELS = "envoi.ops.moe.kernels"
 # Slots that a program of the sort reads at once, for up to so many slots in all.
 SORT_BLOCKS = ((512, 512), (1024, 4096), (4096, 1 << 31))
@@ -52,11 +54,11 @@ class RowMap:
     slot_to_pos: torch.Tensor
 
 
-def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
+def sort_slots(topk_ids: torch.Tensor, num_experts: int, weights: torch.Tensor | None = None) -> RowMap:
     """Find the row of each slot: topk_ids [M, k] int32. Slots whose id is no expert get none."""
     row_map = empty_row_map(topk_ids, num_experts)
     if topk_ids.numel() <= COUNT_SLOTS:
-        launch_kernel(KERNELS, "sort_kernel", sort_arguments(topk_ids, row_map))
+        launch_kernel(KERNELS, "sort_kernel", sort_arguments(topk_ids, row_map, weights))
     else:
         for kernel, call in zip(("count_kernel", "place_kernel"), counted_arguments(topk_ids, row_map), strict=True):
             launch_kernel(KERNELS, kernel, call)
@@ -99,12 +101,18 @@ def empty_row_map(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
     return RowMap(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
 
 
-def sort_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> Launch:
+def sort_arguments(topk_ids: torch.Tensor, row_map: RowMap, weights: torch.Tensor | None = None) -> Launch:
     """Build the launch of `sort_kernel`."""
     num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
     block = next(block for block, most in SORT_BLOCKS if num_slots <= most)
     chunks = max(1, min(MAX_SORT_CHUNKS, -(-num_slots // block), MAX_SORT_PROGRAMS // (num_experts + 1)))
-    arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block
+    prefetch = 0
+    if OVERLAP and PREFETCH and weights is not None:
+        prefetch = min(PREFETCH, weights.numel() * weights.itemsize) // ((num_experts + 1) * chunks * 128) // 16 * 16
+    arguments = (
+        topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts,
+        as_bytes(weights) if prefetch else None, block, OVERLAP > 0, prefetch,
+    )  # fmt: skip
     return Launch((num_experts + 1, chunks), arguments, {"num_warps": 4})
 
 
@@ -131,9 +139,9 @@ def gather_arguments(
     out = RowBuffers.of(rows, width)
     arguments = (
         tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
-        k, out.block, next_power_of_2(k), *out.form,
+        k, out.block, next_power_of_2(k), *out.form, OVERLAP > 0,
     )  # fmt: skip
-    return Launch((M, -(-width // out.block)), arguments, warps_for(out.block))
+    return Launch((M, -(-width // out.block)), arguments, {**warps_for(out.block), "launch_pdl": OVERLAP > 0})
 
 
 def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTensor) -> Launch:
@@ -141,11 +149,11 @@ def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTens
     num_rows, width = rows.shape
     buffers = RowBuffers.of(out, width)
     arguments = (
-        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, UNTRACED
+        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, OVERLAP > 0, UNTRACED
     )  # fmt: skip
     # Most rows may be unused: with a program for each, most would only start and end.
     grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))
-    return Launch(grid, arguments, warps_for(buffers.block))
+    return Launch(grid, arguments, {**warps_for(buffers.block), "launch_pdl": OVERLAP > 0})
 
 
 @dataclass(frozen=True)
@@ -193,4 +201,5 @@ def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.
     (M, k), width = slot_to_pos.shape, rows.shape[1]
     block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
     eviction = "evict_first" if M * k * width * rows.itemsize <= KEPT_BYTES else ""
-    return Launch((M, -(-width // block)), (rows, slot_to_pos, out, width, k, block, eviction), warps_for(block))
+    arguments = rows, slot_to_pos, out, width, k, block, eviction, OVERLAP > 0
+    return Launch((M, -(-width // block)), arguments, {**warps_for(block), "launch_pdl": OVERLAP > 0})

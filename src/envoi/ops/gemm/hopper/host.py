@@ -357,7 +357,8 @@ def launch_of(call: Call, config: Config, num_sms: int) -> Launch:
     """Return the launch of a call with a config."""
     from envoi.ops.gemm.hopper.kernel import gemm_kernel
 
-    return Launch(gemm_kernel, *arguments(call, config, num_sms), {"num_warps": config.num_warps})
+    options = {"num_warps": config.num_warps, "launch_pdl": call.grouping.overlap > 0}
+    return Launch(gemm_kernel, *arguments(call, config, num_sms), options)
 
 
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
@@ -377,7 +378,7 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),
-        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.row_mode,
+        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.grouping.overlap, call.row_mode,
         max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
 

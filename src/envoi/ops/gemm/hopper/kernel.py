@@ -69,7 +69,7 @@ def worker_registers(is_block_scaled, cfg):
 def gemm_kernel(
     x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
     a_sf, b_sf, M, N, K, num_experts, num_whole_tiles, rest_desc,
-    cfg: gl.constexpr, code: gl.constexpr, IS_BLOCK_SCALED: gl.constexpr, ROW_MODE: gl.constexpr,
+    cfg: gl.constexpr, code: gl.constexpr, IS_BLOCK_SCALED: gl.constexpr, OVERLAP: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
@@ -88,7 +88,7 @@ def gemm_kernel(
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
     role_barrier()
     producer_args = ProducerArgs(x_desc, y_desc, rest_desc, pipeline, problem, trace)
-    prefill(producer_args)
+    prefill(producer_args, OVERLAP)
     consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, None, trace)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers
     # into run-time values.

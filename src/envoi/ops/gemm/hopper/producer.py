@@ -9,6 +9,7 @@ from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.runtime import timeline
 from envoi.runtime.aggregate import aggregate
+from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.timeline_device import note_begin, note_moment
 
 PRODUCER = gl.constexpr(timeline.PRODUCER)
@@ -51,19 +52,57 @@ def producer(args):
 
 
 @gluon.jit
-def prefill(args):
+def prefill(args, OVERLAP: gl.constexpr = 0):
     """Load the first steps of the CTA's first unit, as many as there are stages; called by all warps, before the roles.
 
     Starting the roles takes about a microsecond; the first loads are under way during it.
     """
     cfg: gl.constexpr = args.problem.cfg
+    if OVERLAP == 1:
+        wait_for_grid()
+        let_next_start()
     scheduler = TileScheduler.create(args.problem)
     u = scheduler.first_unit()
     unit = scheduler.unit(u, gl.cdiv(args.problem.K, cfg.block_k))
     tile = weights_tile(scheduler.tile(unit.tile), args)
-    if u < scheduler.num_units:
-        k_end = gl.minimum(unit.k_end, unit.k_begin + cfg.num_stages)
+    k_end = gl.minimum(unit.k_end, unit.k_begin + cfg.num_stages)
+    if OVERLAP > 1:
+        if u < scheduler.num_units:
+            load_side(args, unit.k_begin, k_end, tile, True)
+        wait_for_grid()
+        let_next_start()
+        if u < scheduler.num_units:
+            load_side(args, unit.k_begin, k_end, tile, False)
+    elif u < scheduler.num_units:
         load_unit(args, gl.to_tensor(0), unit.k_begin, k_end, tile, True)
+
+
+@gluon.jit
+def load_side(args, k_begin, k_end, tile, WEIGHTS: gl.constexpr):
+    """Load one operand's share of steps [k_begin, k_end) of a tile into fresh stages: weights, or tokens after them."""
+    if has_low_tiles(args.problem.cfg):
+        if tile.x + args.problem.cfg.rows_per_consumer < tile.row_end:
+            load_side_steps(args, k_begin, k_end, tile, False, WEIGHTS)
+        else:
+            load_side_steps(args, k_begin, k_end, tile, True, WEIGHTS)
+    else:
+        load_side_steps(args, k_begin, k_end, tile, False, WEIGHTS)
+
+
+@gluon.jit
+def load_side_steps(args, k_begin, k_end, tile, IS_LOW: gl.constexpr, WEIGHTS: gl.constexpr):
+    """Loop of `load_side`."""
+    cfg: gl.constexpr = args.problem.cfg
+    pipeline = args.pipeline
+    for k in range(k_begin, k_end):
+        stage = k - k_begin
+        if WEIGHTS:
+            pipeline.expect(args.x_desc, args.y_desc, stage, IS_LOW)
+        if WEIGHTS == cfg.swap_ab:
+            pipeline.load_x(args.x_desc, stage, tile, k * cfg.block_k, IS_LOW)
+        else:
+            full = pipeline.ring.full.index(stage)
+            pipeline.y.load(args.y_desc, args.rest_desc, full, stage, tile, k * cfg.block_k, IS_LOW)
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from envoi.ops.gemm.hopper.y_boxes import OneWidth
 from envoi.ops.moe.one_launch import config
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.ring import Ring, new_barriers
+from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
@@ -304,7 +305,7 @@ def fused_kernel(
     offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
     spare0, spare1,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
-    MAX_EXPERTS: gl.constexpr, trace,
+    MAX_EXPERTS: gl.constexpr, OVERLAP: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps.
 
@@ -327,6 +328,9 @@ def fused_kernel(
     epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
     epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
     role_barrier()
+    if OVERLAP:
+        wait_for_grid()
+        let_next_start()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
     consumer_args = FusedConsumerArgs(consumer1, consumer2, handover)
