@@ -8,7 +8,7 @@ from envoi.ops.gemm.hopper.consumer import ConsumerArgs, consume_broadcast_tiles
 from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, get_word, put_word
 from envoi.ops.gemm.hopper.problem import Problem
-from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
+from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_side, load_unit, weights_tile
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.ops.gemm.hopper.y_boxes import OneWidth
@@ -177,6 +177,7 @@ class FusedProducerArgs:
     handover: Handover
     progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
     unit_shift: Scalar  # log2 of the units of L1 that a counter counts
+    overlap: gl.constexpr
 
 
 @aggregate
@@ -186,6 +187,7 @@ class FusedConsumerArgs:
     first: ConsumerArgs
     second: ConsumerArgs
     handover: Handover
+    overlap: gl.constexpr
 
 
 @aggregate
@@ -201,6 +203,8 @@ class SignalerArgs:
 @gluon.jit
 def consumer(args, role: gl.constexpr):
     """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
+    if args.overlap > 1:
+        wait_for_grid()
     if role < args.first.epilogue.problem.cfg.num_consumers:
         step, count = consume_broadcast_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
@@ -219,6 +223,14 @@ def producer(args):
     step = gl.to_tensor(0)
     count = gl.to_tensor(0)  # of published tiles
     unit = take(progress + TAKEN)
+    begun = gl.to_tensor(0)  # steps of the next tile whose loads are under way
+    if args.overlap > 1:
+        tile = weights_tile(ahead.tile(2 * unit), first)
+        begun = gl.where(unit < num_units, gl.minimum(num_k_steps, first.problem.cfg.num_stages), 0)
+        load_side(first, 0, begun, tile, True)
+        wait_for_grid()
+        let_next_start()
+        load_side(first, 0, begun, tile, False)
     while unit < num_units:
         handover.signal_unit(count // 2, unit)
         for half in range(2):
@@ -228,7 +240,8 @@ def producer(args):
             note_moment(first.trace, PRODUCER, count, 1)
             first.pipeline.ring.wait_empty(step)  # first: the slot of `tiles` must have been read
             first.pipeline.publish_tile(count, index, tile)
-            step = load_unit(first, step, 0, num_k_steps, weights_tile(tile, first), False)
+            step = load_unit(first, step + begun, begun, num_k_steps, weights_tile(tile, first), False)
+            begun = gl.to_tensor(0)
             note_moment(first.trace, PRODUCER, count, 2)
             count += 1
         unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
@@ -328,15 +341,15 @@ def fused_kernel(
     epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
     epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
     role_barrier()
-    if OVERLAP:
+    if OVERLAP == 1:
         wait_for_grid()
         let_next_start()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
-    consumer_args = FusedConsumerArgs(consumer1, consumer2, handover)
+    consumer_args = FusedConsumerArgs(consumer1, consumer2, handover, OVERLAP)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift, OVERLAP)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
