@@ -42,11 +42,9 @@ def run_layer(
     if choice.path is LayerPath.DECODE:
         return decode.run(tokens, topk_weights, topk_ids, experts)
     with span("permute"):
-        gate_up = experts.gate_up if isinstance(experts.gate_up, torch.Tensor) else experts.gate_up.values
-        row_map = sort_slots(topk_ids, experts.num_local_experts, gate_up)
+        row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
-    from envoi.ops.moe import permute
-    grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant, overlap=permute.OVERLAP)
+    grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant, are_offsets_early=True)
     out = run_experts(rows, weights, row_map.offsets, experts, grouping, None, choice)
     with span("combine"):
         return combine_rows(out, row_map.slot_to_pos)

@@ -10,12 +10,14 @@
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
 
 Buffers have a row for each slot. Rows after the last expert's are neither written nor read.
+OVERLAP: launched with `launch_pdl`, so that a program starts before the launch in front ends, and waits for that end
+before it reads or writes anything. It lets the next launch start after its wait: what was launched before the launch in
+front has ended by then.
 `trace`: see `runtime.timeline_device`.
 """
 
 import triton
 import triton.language as tl
-
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogues.codes_triton import to_e4m3, widen
@@ -28,9 +30,16 @@ E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 
 
 @triton.jit
+def begin_work(OVERLAP: tl.constexpr):
+    """Wait for the launch in front, and let the next start."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def sort_kernel(
-    topk_ids, offsets, slot_to_pos, num_slots, num_experts, weights,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
+    topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Store offsets[e] and the rows of expert e's slots in chunk c, in slot order: program (e, c).
 
@@ -38,15 +47,8 @@ def sort_kernel(
     the time of storing rows, so only storing is divided into chunks. Programs with e = num_experts store -1 for the
     masked slots.
     """
+    begin_work(OVERLAP)
     own, chunk = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
-        gdc_launch_dependents()
-    if PREFETCH > 0:
-        program = (own * tl.num_programs(1) + chunk).to(tl.int64)
-        at = weights.to(tl.int64) + (program * 128 + tl.arange(0, 128)) * PREFETCH
-        tl.inline_asm_elementwise(
-            "mov.b32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2;", "=r,l,r", [at, PREFETCH + 0 * tl.arange(0, 128)], tl.int32, is_pure=False, pack=1
-        )
     size = tl.cdiv(tl.cdiv(num_slots, BLOCK), tl.num_programs(1)) * BLOCK
     begin = chunk * size
     before = tl.zeros((BLOCK,), tl.int32)
@@ -153,12 +155,10 @@ def gather_kernel(
 
     GROUP: columns that share a scale factor; 0 = copy without quantising.
     """
+    begin_work(OVERLAP)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     if tl.program_id(1) == 0:
         slots = tl.arange(0, SLOTS)
         pos = tl.load(slot_to_pos + m * k + slots, mask=slots < k, other=-1)
@@ -178,12 +178,11 @@ def gather_kernel(
 @triton.jit
 def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr, trace,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
+    trace,
 ):  # fmt: skip
     """Quantise the rows before offsets[num_experts], those that belong to an expert."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_work(OVERLAP)
     note_begin(trace, 0, 0, 0)
     for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -196,13 +195,13 @@ def quantize_kernel(
 @triton.jit
 def combine_kernel(
     rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, OVERLAP: tl.constexpr
-):
+):  # fmt: skip
     """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read."""
+    if OVERLAP:
+        gdc_wait()
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    if OVERLAP:
-        gdc_wait()
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
         pos = tl.load(slot_to_pos + m * K + s)
         at, mask = rows + pos.to(tl.int64) * width + columns, (columns < width) & (pos >= 0)

@@ -214,6 +214,11 @@ class Call:
         return self.grouping.likely_rows(self.a.shape[0])
 
     @property
+    def overlaps(self) -> bool:
+        """Return True if the GEMM starts before the launch in front of it ends."""
+        return self.offsets is not None and self.grouping.are_offsets_early
+
+    @property
     def row_mode(self) -> RowMode:
         """Rows that the kernel computes."""
         return RowMode.of(self.offsets is not None, self.grouping.write_tail)
@@ -357,7 +362,7 @@ def launch_of(call: Call, config: Config, num_sms: int) -> Launch:
     """Return the launch of a call with a config."""
     from envoi.ops.gemm.hopper.kernel import gemm_kernel
 
-    options = {"num_warps": config.num_warps, "launch_pdl": call.grouping.overlap > 0}
+    options = {"num_warps": config.num_warps, "launch_pdl": call.overlaps}
     return Launch(gemm_kernel, *arguments(call, config, num_sms), options)
 
 
@@ -378,7 +383,7 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),
-        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.grouping.overlap, call.row_mode,
+        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.overlaps, call.row_mode,
         max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
 

@@ -76,6 +76,7 @@ def gemm_kernel(
 
     x_desc, y_desc: TMA descriptors of the operands. desc0, desc1: of outputs; desc2, desc3: of epilogue operands; None
     where there is none. rest_desc: of y in boxes of its second width, or of a narrowed tile's last tokens, or None. The
+    OVERLAP: see `prefill`. The
     other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and `BlockScales`, which document
     them. They are flat because a launch takes no descriptor within a tuple. trace: see `runtime.timeline_device`.
     """

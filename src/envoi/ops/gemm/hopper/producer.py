@@ -52,53 +52,52 @@ def producer(args):
 
 
 @gluon.jit
-def prefill(args, OVERLAP: gl.constexpr = 0):
+def prefill(args, OVERLAP: gl.constexpr):
     """Load the first steps of the CTA's first unit, as many as there are stages; called by all warps, before the roles.
 
     Starting the roles takes about a microsecond; the first loads are under way during it.
+    OVERLAP: this launch starts before the one in front ends; it waits for that end after it has asked for weights. Of
+    what other launches have written, it reads only `offsets` before.
     """
     cfg: gl.constexpr = args.problem.cfg
-    if OVERLAP == 1:
-        wait_for_grid()
-        let_next_start()
     scheduler = TileScheduler.create(args.problem)
     u = scheduler.first_unit()
     unit = scheduler.unit(u, gl.cdiv(args.problem.K, cfg.block_k))
     tile = weights_tile(scheduler.tile(unit.tile), args)
     k_end = gl.minimum(unit.k_end, unit.k_begin + cfg.num_stages)
-    if OVERLAP > 1:
-        if u < scheduler.num_units:
-            load_side(args, unit.k_begin, k_end, tile, True)
+    if OVERLAP:
+        k_end = gl.where(u < scheduler.num_units, k_end, unit.k_begin)
+        load_operand(args, unit.k_begin, k_end, tile, True)
         wait_for_grid()
         let_next_start()
-        if u < scheduler.num_units:
-            load_side(args, unit.k_begin, k_end, tile, False)
+        load_operand(args, unit.k_begin, k_end, tile, False)
     elif u < scheduler.num_units:
         load_unit(args, gl.to_tensor(0), unit.k_begin, k_end, tile, True)
 
 
 @gluon.jit
-def load_side(args, k_begin, k_end, tile, WEIGHTS: gl.constexpr):
-    """Load one operand's share of steps [k_begin, k_end) of a tile into fresh stages: weights, or tokens after them."""
-    if has_low_tiles(args.problem.cfg):
-        if tile.x + args.problem.cfg.rows_per_consumer < tile.row_end:
-            load_side_steps(args, k_begin, k_end, tile, False, WEIGHTS)
+def load_operand(args, k_begin, k_end, tile, IS_WEIGHTS: gl.constexpr):
+    """Load the weights, or after them the tokens, of steps [k_begin, k_end) of an expert's tile into fresh stages."""
+    cfg: gl.constexpr = args.problem.cfg
+    if has_low_tiles(cfg):
+        if tile.x + cfg.rows_per_consumer < tile.row_end:
+            load_steps_of_operand(args, k_begin, k_end, tile, False, IS_WEIGHTS)
         else:
-            load_side_steps(args, k_begin, k_end, tile, True, WEIGHTS)
+            load_steps_of_operand(args, k_begin, k_end, tile, True, IS_WEIGHTS)
     else:
-        load_side_steps(args, k_begin, k_end, tile, False, WEIGHTS)
+        load_steps_of_operand(args, k_begin, k_end, tile, False, IS_WEIGHTS)
 
 
 @gluon.jit
-def load_side_steps(args, k_begin, k_end, tile, IS_LOW: gl.constexpr, WEIGHTS: gl.constexpr):
-    """Loop of `load_side`."""
+def load_steps_of_operand(args, k_begin, k_end, tile, IS_LOW: gl.constexpr, IS_WEIGHTS: gl.constexpr):
+    """Loop of `load_operand`. IS_LOW: as in `load_steps`."""
     cfg: gl.constexpr = args.problem.cfg
     pipeline = args.pipeline
     for k in range(k_begin, k_end):
         stage = k - k_begin
-        if WEIGHTS:
+        if IS_WEIGHTS:
             pipeline.expect(args.x_desc, args.y_desc, stage, IS_LOW)
-        if WEIGHTS == cfg.swap_ab:
+        if IS_WEIGHTS == cfg.swap_ab:
             pipeline.load_x(args.x_desc, stage, tile, k * cfg.block_k, IS_LOW)
         else:
             full = pipeline.ring.full.index(stage)

@@ -8,7 +8,7 @@ from envoi.ops.gemm.hopper.consumer import ConsumerArgs, consume_broadcast_tiles
 from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, get_word, put_word
 from envoi.ops.gemm.hopper.problem import Problem
-from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_side, load_unit, weights_tile
+from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_operand, load_unit, weights_tile
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.ops.gemm.hopper.y_boxes import OneWidth
@@ -203,7 +203,7 @@ class SignalerArgs:
 @gluon.jit
 def consumer(args, role: gl.constexpr):
     """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
-    if args.overlap > 1:
+    if args.overlap:
         wait_for_grid()
     if role < args.first.epilogue.problem.cfg.num_consumers:
         step, count = consume_broadcast_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
@@ -224,13 +224,13 @@ def producer(args):
     count = gl.to_tensor(0)  # of published tiles
     unit = take(progress + TAKEN)
     begun = gl.to_tensor(0)  # steps of the next tile whose loads are under way
-    if args.overlap > 1:
+    if args.overlap:
         tile = weights_tile(ahead.tile(2 * unit), first)
         begun = gl.where(unit < num_units, gl.minimum(num_k_steps, first.problem.cfg.num_stages), 0)
-        load_side(first, 0, begun, tile, True)
+        load_operand(first, 0, begun, tile, True)
         wait_for_grid()
         let_next_start()
-        load_side(first, 0, begun, tile, False)
+        load_operand(first, 0, begun, tile, False)
     while unit < num_units:
         handover.signal_unit(count // 2, unit)
         for half in range(2):
@@ -324,7 +324,7 @@ def fused_kernel(
 
     Grid: (number of CTAs,).
 
-    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. spare0,
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. OVERLAP: see `prefill`. spare0,
     spare1: 0, unused: without them the PTX would be another than the one that tests have run on a GPU. trace: see
     `runtime.timeline_device`.
     """
@@ -341,9 +341,6 @@ def fused_kernel(
     epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
     epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
     role_barrier()
-    if OVERLAP == 1:
-        wait_for_grid()
-        let_next_start()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
     consumer_args = FusedConsumerArgs(consumer1, consumer2, handover, OVERLAP)

@@ -14,7 +14,6 @@ FEATURES, TOKENS = 64, 8  # of a tile: the least that wgmma multiplies
 STEP_BYTES = 128  # of a row of weights in a step
 SLAB = 2  # steps of tokens that are copied at once
 SCALE_BLOCK = 128  # elements that share a scale factor
-RUN = 0  # probe
 CTAS = 2  # of a multiprocessor; with one, loads wait for products
 MOST_STAGE_BYTES = 65536  # of all stages of a CTA; with more, requests of tokens queue after megabytes of weights
 # By `block_scaled`, in order of preference: (steps of a stage, least number of stages, slabs of a chunk). The first
@@ -48,7 +47,6 @@ class DecodeConfig(SwappedTiles):
     max_experts: int
     max_slots: int
     chunk_slabs: int
-    run_tiles: int = 0
 
     num_consumers = 1
     rows_per_consumer = FEATURES
@@ -108,7 +106,7 @@ def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[
     stages, stage_steps, chunk_slabs = ring(room, scaled)
     shared = (
         num_topk, scaled, max(32, next_power_of_2(experts.num_local_experts)),
-        max(128, next_power_of_2(num_tokens * num_topk)), chunk_slabs, RUN,
+        max(128, next_power_of_2(num_tokens * num_topk)), chunk_slabs,
     )  # fmt: skip
     stages_of = stages, stage_steps
     l1, l2 = (l1_steps, room, True), (l2_steps, room, False)

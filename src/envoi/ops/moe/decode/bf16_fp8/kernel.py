@@ -479,12 +479,6 @@ def few_kernel(
     each, more = num_tiles // gl.num_programs(0), num_tiles % gl.num_programs(0)
     begin = gl.program_id(0) * each + gl.minimum(gl.program_id(0), more)
     end = begin + each + (gl.program_id(0) < more).to(gl.int32)
-    if cfg.run_tiles > 0:
-        runs = gl.cdiv(num_tiles, cfg.run_tiles)
-        own = gl.cdiv(gl.maximum(runs - gl.program_id(0), 0), gl.num_programs(0))
-        begin = begin * 0
-        missing = gl.where((runs - 1) % gl.num_programs(0) == gl.program_id(0), runs * cfg.run_tiles - num_tiles, 0)
-        end = own * cfg.run_tiles - gl.where(own > 0, missing, 0)
     if cfg.is_l1:
         if gl.program_id(0) == 0:
             rows.store_masked(slots)

@@ -80,10 +80,7 @@ class Schedule:
 
     @gluon.jit
     def tile(self, t):
-        """Return this CTA's tile t; for one past the last some tile."""
-        run: gl.constexpr = self.slots.cfg.run_tiles
-        if run > 0:
-            t = (t // run * gl.num_programs(0) + gl.program_id(0)) * run + t % run
+        """Return tile t; for one past the last some tile."""
         strip = t // self.tiles_per_strip
         passed = self.sums < ((strip + 1) << 2 * BITS)
         before = gl.max(gl.where(passed, self.sums, 0), 0)
