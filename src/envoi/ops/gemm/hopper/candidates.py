@@ -20,6 +20,9 @@ from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.math import cdiv, next_power_of_2
 
 
+TIMES_ROWS = 4
+
+
 def candidates(problem: Problem, code: Lowered) -> list[Config]:
     """Return the configs worth trying for a problem, each with as many stages as fit."""
     k = 256 if problem.scaled else 128 // problem.element_bytes
@@ -84,7 +87,7 @@ def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:
     found = [
         Config(64, consumers, tokens, depth, 12, swap_ab=True)
         for tokens in (8, 16, 32, 64, 128)
-        if tokens < 2 * max(per_group, 8) and tokens <= most
+        if tokens < TIMES_ROWS * max(per_group, 8) and tokens <= most
         for consumers in (1, 2)
         for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
     ]

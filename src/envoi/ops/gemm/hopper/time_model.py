@@ -52,6 +52,8 @@ class Costs:
     three_step: float = 1.05
     rest: float = 24
     again: float = 0.4
+    again_by_expert: float = 0.1
+    short_lines: float = 1.05
     stored_rows: float = 0.05
     box: float = 50
     narrowed_fp8: float = 3.0
@@ -93,6 +95,11 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     if problem.M <= FEW_TOKENS and not problem.num_groups:
         more = cdiv(problem.M, config.block_m) - 1
         moved += costs.again * more * problem.element_bytes * problem.K * problem.N
+    if _are_few_by_expert(problem):
+        more = _token_tiles(problem, config) - _busy_groups(problem)
+        moved += costs.again_by_expert * more * problem.element_bytes * problem.K * problem.N
+        if config.block_k * problem.element_bytes <= 128:
+            moved *= costs.short_lines
     return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
 
 
@@ -170,8 +177,7 @@ def _busy_groups(problem: Problem) -> float:
 def _token_tiles(problem: Problem, config: Config) -> float:
     """Return the tiles along the tokens, of all experts."""
     groups = max(1, problem.num_groups)
-    tiles = groups * _tiles_of_group(problem, config, cdiv(problem.M, groups))
-    return tiles if problem.scaled else tiles * _busy_groups(problem) / groups
+    return groups * _tiles_of_group(problem, config, problem.M / groups)
 
 
 def _shares_weights(problem: Problem) -> bool:
@@ -182,10 +188,14 @@ def _shares_weights(problem: Problem) -> bool:
     return problem.element_bytes == 2 and problem.M > FEW_TOKENS * problem.num_groups > 0
 
 
-def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
+def _are_few_by_expert(problem: Problem) -> bool:
+    return 0 < problem.M <= FEW_TOKENS * problem.num_groups and not problem.scaled
+
+
+def _tiles_of_group(problem: Problem, config: Config, tokens: float) -> float:
     """Return the tiles along an expert's tokens: where it makes a difference the mean over routing at random."""
-    if not problem.num_groups or not (problem.scaled or _shares_weights(problem)):
-        return cdiv(tokens, config.block_m)
+    if not problem.num_groups:
+        return cdiv(problem.M, config.block_m)
     return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)
 
 

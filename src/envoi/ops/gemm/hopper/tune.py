@@ -117,7 +117,7 @@ def rounded(problem: Problem) -> Problem:
     It sees only whole tokens of an expert, in tiles of eights unless their number varies with the routing (`scaled`),
     and how many experts have tokens: of fewer tokens the next power of two is enough.
     """
-    groups, step = max(1, problem.num_groups), 1 if problem.num_groups and problem.scaled else 8
+    groups, step = max(1, problem.num_groups), 1 if problem.num_groups else 8
     if problem.num_groups and groups * step > problem.M:
         return dataclasses.replace(problem, M=min(next_power_of_2(problem.M), groups * step))
     return dataclasses.replace(problem, M=groups * step * cdiv(problem.M, groups * step))
