@@ -35,7 +35,8 @@ def test_only_the_first_of_counted_slots_wait_for_all_in_front():
     found = launches("bf16", 4096)
     early = {launch.kernel.fn.__name__: bool(launch.options.get("launch_pdl")) for launch in found}
     assert early == {
-        "count_kernel": False, "place_kernel": False, "gather_kernel": True, "gemm_kernel": True, "combine_kernel": True,
+        "count_kernel": False, "place_kernel": False, "gather_kernel": True, "gemm_kernel": True,
+        "combine_kernel": True,
     }  # fmt: skip
 
 

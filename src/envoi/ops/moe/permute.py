@@ -147,7 +147,8 @@ def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTens
     (num_rows, width), overlap = rows.shape, overlaps(rows.device)
     buffers = RowBuffers.of(out, width)
     arguments = (
-        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, overlap, UNTRACED
+        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, overlap,
+        UNTRACED,
     )  # fmt: skip
     # Most rows may be unused: with a program for each, most would only start and end.
     grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))

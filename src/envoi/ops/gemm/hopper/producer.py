@@ -97,7 +97,7 @@ def load_steps_of_operand(args, k_begin, k_end, tile, IS_LOW: gl.constexpr, IS_W
         stage = k - k_begin
         if IS_WEIGHTS:
             pipeline.expect(args.x_desc, args.y_desc, stage, IS_LOW)
-        if IS_WEIGHTS == cfg.swap_ab:
+        if cfg.swap_ab == IS_WEIGHTS:
             pipeline.load_x(args.x_desc, stage, tile, k * cfg.block_k, IS_LOW)
         else:
             full = pipeline.ring.full.index(stage)

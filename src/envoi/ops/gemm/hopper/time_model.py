@@ -24,6 +24,8 @@ class Costs:
     wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
     instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
     reading weights once more, for another tile of few tokens, costs this share of reading them from memory.
+    again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift apart, and
+    the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row of weights.
     stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
     leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
     factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
@@ -53,7 +55,7 @@ class Costs:
     rest: float = 24
     again: float = 0.4
     again_by_expert: float = 0.1
-    short_lines: float = 1.05
+    short_rows: float = 1.05
     stored_rows: float = 0.05
     box: float = 50
     narrowed_fp8: float = 3.0
@@ -99,7 +101,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
         more = _token_tiles(problem, config) - _busy_groups(problem)
         moved += costs.again_by_expert * more * problem.element_bytes * problem.K * problem.N
         if config.block_k * problem.element_bytes <= 128:
-            moved *= costs.short_lines
+            moved *= costs.short_rows
     return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
 
 
@@ -189,11 +191,12 @@ def _shares_weights(problem: Problem) -> bool:
 
 
 def _are_few_by_expert(problem: Problem) -> bool:
+    """Return True if experts have few tokens, so that reading weights bounds the time; not with scales along K."""
     return 0 < problem.M <= FEW_TOKENS * problem.num_groups and not problem.scaled
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: float) -> float:
-    """Return the tiles along an expert's tokens: where it makes a difference the mean over routing at random."""
+    """Return the tiles along an expert's `tokens`, in the mean over routing at random; of a plain GEMM along all."""
     if not problem.num_groups:
         return cdiv(problem.M, config.block_m)
     return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)

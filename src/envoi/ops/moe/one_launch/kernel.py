@@ -324,9 +324,9 @@ def fused_kernel(
 
     Grid: (number of CTAs,).
 
-    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. OVERLAP: see `prefill`. spare0,
-    spare1: 0, unused: without them the PTX would be another than the one that tests have run on a GPU. trace: see
-    `runtime.timeline_device`.
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. OVERLAP: see
+    `producer.prefill`. spare0, spare1: 0, unused: without them the PTX would be another than the one that tests have
+    run on a GPU. trace: see `runtime.timeline_device`.
     """
     stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
     pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
