@@ -19,7 +19,6 @@ from envoi.ops.gemm.hopper.config import (
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.math import cdiv, next_power_of_2
 
-
 MOST_TIMES_ROWS = 4  # an expert's mean number of rows, that a tile of few tokens holds: rows vary with the routing
 
 

@@ -114,8 +114,8 @@ def _regret(problem: Problem, config: Config, code: Lowered, num_sms: int) -> fl
 def rounded(problem: Problem) -> Problem:
     """Return a problem with the most tokens for which the model prefers the same config: the model takes milliseconds.
 
-    It sees only whole tokens of an expert, in tiles of eights in a plain GEMM, and how many experts have tokens: of fewer
-    tokens the next power of two is enough.
+    It sees only whole tokens of an expert, in tiles of eights in a plain GEMM, and how many experts have tokens: of
+    fewer tokens the next power of two is enough.
     """
     groups, step = max(1, problem.num_groups), 1 if problem.num_groups else 8
     if problem.num_groups and groups * step > problem.M:

@@ -129,7 +129,6 @@ def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> Launch:
         x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
         offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts, 0, 0,
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
-        planned.first.overlaps, UNTRACED,
+        UNTRACED,
     )  # fmt: skip
-    options = {"num_warps": planned.first_config.num_warps, "launch_pdl": planned.first.overlaps}
-    return Launch(grid, arguments, options)
+    return Launch(grid, arguments, {"num_warps": planned.first_config.num_warps})

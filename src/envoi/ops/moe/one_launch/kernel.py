@@ -8,14 +8,13 @@ from envoi.ops.gemm.hopper.consumer import ConsumerArgs, consume_broadcast_tiles
 from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, get_word, put_word
 from envoi.ops.gemm.hopper.problem import Problem
-from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_operand, load_unit, weights_tile
+from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.ops.gemm.hopper.y_boxes import OneWidth
 from envoi.ops.moe.one_launch import config
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.ring import Ring, new_barriers
-from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
@@ -177,7 +176,6 @@ class FusedProducerArgs:
     handover: Handover
     progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
     unit_shift: Scalar  # log2 of the units of L1 that a counter counts
-    overlap: gl.constexpr
 
 
 @aggregate
@@ -187,7 +185,6 @@ class FusedConsumerArgs:
     first: ConsumerArgs
     second: ConsumerArgs
     handover: Handover
-    overlap: gl.constexpr
 
 
 @aggregate
@@ -203,8 +200,6 @@ class SignalerArgs:
 @gluon.jit
 def consumer(args, role: gl.constexpr):
     """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
-    if args.overlap:
-        wait_for_grid()
     if role < args.first.epilogue.problem.cfg.num_consumers:
         step, count = consume_broadcast_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
@@ -223,14 +218,6 @@ def producer(args):
     step = gl.to_tensor(0)
     count = gl.to_tensor(0)  # of published tiles
     unit = take(progress + TAKEN)
-    begun = gl.to_tensor(0)  # steps of the next tile whose loads are under way
-    if args.overlap:
-        tile = weights_tile(ahead.tile(2 * unit), first)
-        begun = gl.where(unit < num_units, gl.minimum(num_k_steps, first.problem.cfg.num_stages), 0)
-        load_operand(first, 0, begun, tile, True)
-        wait_for_grid()
-        let_next_start()
-        load_operand(first, 0, begun, tile, False)
     while unit < num_units:
         handover.signal_unit(count // 2, unit)
         for half in range(2):
@@ -240,8 +227,7 @@ def producer(args):
             note_moment(first.trace, PRODUCER, count, 1)
             first.pipeline.ring.wait_empty(step)  # first: the slot of `tiles` must have been read
             first.pipeline.publish_tile(count, index, tile)
-            step = load_unit(first, step + begun, begun, num_k_steps, weights_tile(tile, first), False)
-            begun = gl.to_tensor(0)
+            step = load_unit(first, step, 0, num_k_steps, weights_tile(tile, first), False)
             note_moment(first.trace, PRODUCER, count, 2)
             count += 1
         unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
@@ -318,15 +304,15 @@ def fused_kernel(
     offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
     spare0, spare1,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
-    MAX_EXPERTS: gl.constexpr, OVERLAP: gl.constexpr, trace,
+    MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps.
 
     Grid: (number of CTAs,).
 
-    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. OVERLAP: see
-    `producer.prefill`. spare0, spare1: 0, unused: without them the PTX would be another than the one that tests have
-    run on a GPU. trace: see `runtime.timeline_device`.
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. spare0,
+    spare1: 0, unused: without them the PTX would be another than the one that tests have run on a GPU. trace: see
+    `runtime.timeline_device`.
     """
     stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
     pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
@@ -343,10 +329,10 @@ def fused_kernel(
     role_barrier()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
-    consumer_args = FusedConsumerArgs(consumer1, consumer2, handover, OVERLAP)
+    consumer_args = FusedConsumerArgs(consumer1, consumer2, handover)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift, OVERLAP)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
