@@ -8,6 +8,9 @@ from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv
 
 
+ONE_TILE = 1.1  # tiles of tokens of an expert in the mean, up to which nearly every one has one
+
+
 @dataclass(frozen=True)
 class Costs:
     """Constants of the model of GPU time, in cycles at `H200.clock_mhz`, from measurements on an H200.
@@ -219,6 +222,11 @@ def _token_tiles(problem: Problem, config: Config) -> float:
     """Return the tiles along the tokens, of all experts."""
     groups = max(1, problem.num_groups)
     return groups * _tiles_of_group(problem, config, problem.M / groups)
+
+
+def have_one_tile(problem: Problem, config: Config) -> bool:
+    """Return True if nearly every expert that has tokens has one tile of them; False for a plain GEMM."""
+    return problem.num_groups > 0 and _token_tiles(problem, config) <= ONE_TILE * _busy_groups(problem)
 
 
 def _shares_weights(problem: Problem) -> bool:
