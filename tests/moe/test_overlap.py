@@ -32,13 +32,13 @@ def test_launches_of_a_layer_start_early(format):
     assert not any(launch.options.get("launch_pdl") for launch in launches(format, arch="sm_100"))
 
 
-def test_only_the_first_of_counted_slots_wait_for_all_in_front():
-    found = launches("bf16", 4096)
-    early = {launch.kernel.fn.__name__: bool(launch.options.get("launch_pdl")) for launch in found}
-    assert early == {
-        "count_kernel": False, "place_kernel": False, "gather_kernel": True, "gemm_kernel": True,
-        "combine_kernel": True,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_tokens", "sorting"),
+    [(1024, {"sort_kernel": True}), (4096, {"count_kernel": False, "place_kernel": False})],
+)
+def test_gemms_whose_experts_have_several_tiles_start_together(num_tokens, sorting):
+    early = {x.kernel.fn.__name__: bool(x.options.get("launch_pdl")) for x in launches("bf16", num_tokens)}
+    assert early == {**sorting, "gather_kernel": True, "gemm_kernel": False, "combine_kernel": True}
 
 
 def test_a_grouped_gemm_by_itself_waits_for_the_launch_that_may_write_its_offsets():

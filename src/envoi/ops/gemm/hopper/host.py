@@ -389,8 +389,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),
-        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, overlaps(call, config), call.row_mode,
-        max_experts(num_experts, call.grouping.write_tail), UNTRACED,
+        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, overlaps(call, config),
+        call.row_mode, max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
 
 

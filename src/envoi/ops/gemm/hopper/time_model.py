@@ -7,7 +7,6 @@ from envoi.ops.gemm.hopper.config import FEW_TOKENS, NEIGHBOURS, Config, Problem
 from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv
 
-
 ONE_TILE = 1.1  # tiles of tokens of an expert in the mean, up to which nearly every one has one
 
 
