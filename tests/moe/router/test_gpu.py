@@ -82,6 +82,28 @@ def test_hostile_logits(rule, biased, kernel):
         assert_meant(got, x)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_identity_gives_the_logits_themselves(biased, kernel):
+    bias = normal(160, seed=7, device="cuda") if biased else None
+    given = gpu_call(300, 160, 512, 8, RULES["identity"], torch.bfloat16, expert_bias=bias)
+    given.gate[7], given.tokens[4, 1] = given.gate[3], torch.nan
+    got = given.route()
+    chosen = got.logits.gather(1, got.topk_ids.clamp(min=0).long())
+    assert_same_bits(got.topk_weights, chosen.masked_fill(got.topk_ids < 0, 0.0))
+    assert bool((got.topk_ids[4] == -1).all())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_are_rounded_once(rule, dtype, kernel):
+    given = gpu_call(70, 32, 64, 5, RULES[rule], torch.bfloat16)
+    want, got = given.route(), given.route(**EVERYTHING, weights_dtype=dtype)
+    assert_same_bits(got.topk_weights, want.topk_weights.to(dtype))
+    assert_same_bits(got.dense, want.dense.to(dtype))
+    for name in ("topk_ids", "logits", "expert_offsets"):
+        assert_same_bits(getattr(got, name), getattr(want, name))
+
+
 @pytest.mark.parametrize("rule", ["softmax", "sigmoid, groups by two"])
 def test_operands_that_are_not_finite(rule, kernel):
     given = gpu_call(100, 32, 64, 5, RULES[rule], torch.bfloat16)

@@ -7,19 +7,21 @@ import torch
 
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
-from envoi.ops.moe.router.spec import Rule, Spec
+from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
 from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
-BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # scores applied after top-k: experts are ranked by logits
 
 
 @dataclass(frozen=True)
 class Call:
-    """Inputs of a launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M], hash_table [vocabulary, k]."""
+    """Inputs of a launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M], hash_table [vocabulary, k].
+
+    weights_dtype: dtype of the outputs weights and dense.
+    """
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -30,6 +32,7 @@ class Call:
     expert_bias: torch.Tensor | None
     token_ids: torch.Tensor | None
     hash_table: torch.Tensor | None
+    weights_dtype: torch.dtype = torch.float32
 
 
 def spec_of(
@@ -37,7 +40,7 @@ def spec_of(
 ) -> Spec:
     """Return the constants that the kernels are compiled for. wanted: logits, dense, counts."""
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
-    by_score = not hashed and rule.score not in BEFORE and (expert_bias is not None or sums)
+    by_score = not hashed and rule.score not in RANKED_BY_LOGITS and (expert_bias is not None or sums)
     return Spec(
         num_experts, k, replace(rule, routed_scale=1.0), by_score, logit_bias is not None,
         expert_bias is not None and not hashed, hashed, *wanted,
@@ -73,10 +76,10 @@ def empty_outputs(call: Call) -> dict[str, Any]:
     M, spec, new = call.tokens.shape[0], call.spec, call.tokens.new_empty
     N = spec.num_experts
     return {
-        "weights": new(M, spec.k, dtype=torch.float32),
+        "weights": new(M, spec.k, dtype=call.weights_dtype),
         "ids": new(M, spec.k, dtype=torch.int32),
         "logits": new(M, N, dtype=torch.float32) if spec.want_logits else None,
-        "dense": new(M, N, dtype=torch.float32) if spec.want_dense else None,
+        "dense": new(M, N, dtype=call.weights_dtype) if spec.want_dense else None,
         "counts": (new(N, dtype=torch.int32), new(N + 1, dtype=torch.int32)) if spec.want_counts else None,
     }
 

@@ -69,7 +69,9 @@ def root(x):
 @triton.jit
 def score_of(logits, spec: tl.constexpr):
     """Compute elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
-    if spec.rule.score == "sqrt_softplus":
+    if spec.rule.score == "identity":
+        return logits
+    elif spec.rule.score == "sqrt_softplus":
         return root(tl.maximum(logits, 0.0) + log1p(exponential(-tl.abs(logits))))
     elif spec.rule.score == "sigmoid" or spec.rule.score == "sigmoid_of_topk":
         small = exponential(-tl.abs(logits))
