@@ -103,7 +103,7 @@ def launches_of(m, n, hidden, rule):
         "counter", "sums", "counters", "tiling", "spec",
     )  # fmt: skip
     found = host.hopper_launches(call, outputs, NUM_SMS)
-    return [(grid, dict(zip(names, given, strict=True)), options) for grid, given, options in found], outputs
+    return [(grid, dict(zip(names, given, strict=True)), options) for _, grid, given, options in found], outputs
 
 
 def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
@@ -128,4 +128,4 @@ def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
 def test_hashed_rows_are_divided_like_tokens():
     call = cases.call_of(Case("", 4259, 256, 7168, 8, "deepseek-v3", hashed=True))
     found = host.hopper_launches(call, host.empty_outputs(call), NUM_SMS)
-    assert [len(given[9]) for _, given, _ in found] == [given[2] for _, given, _ in found]
+    assert [len(given[9]) for _, _, given, _ in found] == [given[2] for _, _, given, _ in found]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from envoi.ops.moe.router.spec import Spec, block_sum
-from envoi.ops.moe.router.tiling import FEW_SIGNALS, MAX_SIGNALS, MAX_WIDTH, TILE, Cut, RouterTiling, make, two_widths
+from envoi.ops.moe.router.tiling import FEW_SIGNALS, MAX_SIGNALS, MAX_WIDTH, TILE, Cut, RouterTiling, choice_of, make, two_widths
 from envoi.runtime.devices import H200
 from envoi.runtime.math import next_power_of_2
 
@@ -22,6 +22,8 @@ WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # warps -> block_n for which a b
 TURN_COLUMNS = 256  # columns of a turn, whose logits of 64 rows shared memory holds beside four stages
 CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed again
 CACHED_SUMS_BYTES = 20e6  # the same of tokens and sums of parts along K together: sums are written first
+APART = ((4, TILE, 192), (8, TILE, 384), (8, 2 * TILE, 192))  # warps, rows and most columns of tiles
+APART_WIDTHS = (64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 384)  # powers of two, and sums of two of them
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
 
@@ -138,6 +140,27 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
                     yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
 
 
+def apart_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """Yield tilings that only multiply, for rows whose experts are chosen by a launch of its own.
+
+    Nothing but the sums has to fit the registers: 192 columns of 128 rows do, in three parts for 512 experts.
+    """
+    num_blocks = -(-hidden // block_sum(hidden))
+    for num_warps, tile, most in APART:
+        parts_seen = set()
+        for width in APART_WIDTHS:
+            parts = -(-spec.num_experts // width)
+            if width > most or parts in parts_seen:
+                continue
+            parts_seen.add(parts)
+            block_n = 1 << (width.bit_length() - 1)
+            for parts_k in range(1, num_blocks + 1 if width in (64, 128) else 2):
+                cut = Cut(
+                    num_warps, block_n, -(-num_blocks // parts_k), tile, tile=tile, rest_n=width - block_n, apart=True
+                )
+                yield make(M, hidden, spec, cut, num_sms)
+
+
 # Model of the GPU time that a tiling takes
 
 
@@ -187,6 +210,11 @@ def predicted_cycles(
     products = _product_cycles(hidden, tiling, costs)
     both = loads + products if tiling.single_fill else (loads**3 + products**3) ** (1 / 3)
     rest = 0.0 if tiling.single_fill else costs.roles
+    if tiling.apart:
+        sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
+        rest += 4 * tiling.rows_per_cta * tiling.width * sets / costs.sum_bytes
+        chosen = _choice_launch_cycles(M, spec, tiling, num_sms)
+        return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest) + chosen
     if tiling.parts > 1:
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
@@ -235,3 +263,11 @@ def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs) -> float:
     idle = max(0, tiling.num_warps - tiling.rows_per_pass)
     each = costs.choose + groups * costs.group + elements * (spec.k + 12) * costs.element
     return passes * each + idle * costs.idle
+
+
+def _choice_launch_cycles(M: int, spec: Spec, tiling: RouterTiling, num_sms: int) -> float:
+    """Return the cycles of a launch that chooses the experts of rows whose sums are in the L2."""
+    width = choice_of(tiling, spec).width
+    score = {"sqrt_softplus": 0.6, "sigmoid": 0.08}.get(spec.rule.score, 0.0) * spec.by_score
+    each = 75 + width * (0.0156 * (spec.k + 1) + 0.156 + score) + width * (tiling.num_sets - 1) * 0.1
+    return 3500 + M / num_sms * each

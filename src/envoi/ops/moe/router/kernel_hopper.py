@@ -162,7 +162,7 @@ def store_partial(x, sums, set, m, n, problem):
     rows = m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
     columns = n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = sums + (set * padded_rows(problem) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
-    if tiling.polls_sums:
+    if tiling.polls_sums or tiling.apart:
         mask = (rows < problem.num_tokens)[:, None] & (columns < problem.spec.num_experts)[None, :]
         gl.store(at, x + 0.0, mask=mask)
     else:
@@ -173,7 +173,7 @@ def store_partial(x, sums, set, m, n, problem):
 def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
     tiling: gl.constexpr = problem.tiling
-    if tiling.polls_sums:
+    if tiling.polls_sums or tiling.apart:
         return problem.num_tokens
     else:
         return gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile
@@ -272,7 +272,7 @@ def accumulate(stages, sums, problem):
             totals, step = multiply_blocks(stages, step, part, sums, problem)
             logits_buffer(stages, tiling.tile).index(board_of(turn, tiling)).store(totals[0])
     totals, step = multiply_blocks(stages, step, part, sums, problem)
-    if tiling.parts == 1:
+    if tiling.parts == 1 and not tiling.apart:
         if tiling.rest_n > 0:
             left, right = both_buffers(stages, tiling.tile)
             left.index(0).store(totals[0])
@@ -360,17 +360,28 @@ def route_share(biases, args):
 
 @gluon.jit
 def consumer(args):
-    """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
-    totals = args.totals
+    """Multiply a tile, then choose the experts of a share of its rows, unless a launch of its own does."""
     tiling: gl.constexpr = args.problem.tiling
     spec: gl.constexpr = args.problem.spec
-    biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
-    accumulate(args.stages, args.exchange.sums, args.problem)
-    route_share(biases, args)
+    if tiling.apart:
+        accumulate(args.stages, args.exchange.sums, args.problem)
+        role_barrier()
+        block = gl.program_id(0) // tiling.parts
+        gl.atomic_add(args.exchange.counters + 2 * block, 1, sem="release", scope="gpu")
+    else:
+        biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
+        accumulate(args.stages, args.exchange.sums, args.problem)
+        route_share(biases, args)
+        finish_counts(args.routing.outputs.histogram, args.totals, spec)
+
+
+@gluon.jit
+def finish_counts(histogram, totals, spec: gl.constexpr):
+    """Store the counts if they are wanted and this is the last CTA of all."""
     if totals.counter is not None:
         if arrive(totals.counter, gl.num_programs(0)):
             experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-            store_counts(args.routing.outputs.histogram, totals.counts, totals.offsets, experts, spec)
+            store_counts(histogram, totals.counts, totals.offsets, experts, spec)
 
 
 @gluon.jit
@@ -400,3 +411,58 @@ def router_kernel(
             (consumer, (consumer_args,)),
             (producer, (producer_args,)),
         ], [1], [40])  # fmt: skip
+
+
+# Choice in a launch of its own
+
+
+@gluon.jit
+def load_sums(sums, rows, num_tokens, tiling: gl.constexpr, layout: gl.constexpr):
+    """Load the sums of rows [R, columns], the sets added in their order; 0 where there is no expert or no row."""
+    columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
+    at = sums + rows.to(gl.int64)[:, None] * tiling.columns + columns[None, :]
+    mask = (rows < num_tokens)[:, None] & (columns < tiling.num_experts)[None, :]
+    total = gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    sets: gl.constexpr = tiling.num_sets
+    for s in gl.static_range(1, sets):
+        total += gl.load(at + s * num_tokens.to(gl.int64) * tiling.columns, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def wait_for_rows(counters, row, num_tokens, tile, parts, ROWS: gl.constexpr):
+    """Wait until all parts of the tile that begins at or before `row` are stored; the last CTA to pass resets both."""
+    block = row // tile
+    counter = counters + 2 * block
+    while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < parts:
+        pass
+    num_waiting = gl.cdiv(gl.minimum(tile, num_tokens - block * tile), ROWS)
+    if gl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu") == num_waiting - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def choice_kernel(
+    sums, counters, num_tokens, tile, parts, alpha, routed_scale, k, logit_bias, expert_bias, token_ids, hash_table, vocabulary, weights, ids,
+    logits, dense, histogram, counts, offsets, counter, tiling: gl.constexpr, spec: gl.constexpr,
+):  # fmt: skip
+    """Choose the experts of rows whose sums the launch before stores; the last CTA of all stores the counts.
+
+    It is launched when the last tiles of that launch have started, and begins with the rows that are stored. tile, parts:
+    rows of a tile, and CTAs that store them.
+    """
+    tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
+    routing = Args(Scalars(alpha, routed_scale, k), tables, Outputs(weights, ids, logits, dense, histogram))
+    layout: gl.constexpr = row_layout(tiling, tiling.lanes)
+    positions = positions_of(tiling.lanes, tiling, spec)
+    biases = biases_of(tables, tiling.lanes, tiling, spec)
+    row = gl.program_id(0) * tiling.rows_per_pass
+    rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, layout))
+    let_next_start()
+    wait_for_rows(counters, row, num_tokens, tile, parts, tiling.rows_per_pass)
+    products = load_sums(sums, rows, num_tokens, tiling, layout)
+    route_tile(products, rows, rows < num_tokens, positions, biases, routing, spec)
+    finish_counts(histogram, Counts(counts, offsets, counter), spec)
+    if gl.program_id(0) == gl.num_programs(0) - 1:
+        wait_for_grid()  # so that this launch doesn't end before the one that it reads from
