@@ -115,6 +115,17 @@ def test_operands_that_are_not_finite(rule, kernel):
     assert not bool((got.topk_ids == 9).any())
 
 
+@pytest.mark.parametrize("center", [-30.0, -2.7, 40.0, 5000.0])
+def test_roots_that_a_bias_brings_together(center, kernel):
+    """Check scores that differ by less than the error of fast ones, where these are small, and where they are large."""
+    n, rows = 96, 2000
+    x = center + normal(rows, n, seed=3) * 1e-5 * max(1.0, abs(center))
+    rule = RULES["sqrt(softplus)"]
+    judge_product(
+        x, torch.bfloat16, rule, torch.full((n,), -float(reference.scores(x[:1], rule).mean()), device="cuda")
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_hostile_logits_of_other_dtypes(dtype):
     for kind in FINITE if dtype == torch.float16 else LOGITS:

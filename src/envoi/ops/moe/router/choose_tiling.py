@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 
 from envoi.ops.moe.router.spec import Spec, block_sum
-from envoi.ops.moe.router.tiling import FEW_SIGNALS, MAX_SIGNALS, MAX_WIDTH, TILE, Cut, RouterTiling, choice_of, make, two_widths
+from envoi.ops.moe.router.tiling import (
+    FEW_SIGNALS,
+    MAX_SIGNALS,
+    MAX_WIDTH,
+    TILE,
+    Cut,
+    RouterTiling,
+    choice_of,
+    make,
+    two_widths,
+)
 from envoi.runtime.devices import H200
 from envoi.runtime.math import next_power_of_2
 

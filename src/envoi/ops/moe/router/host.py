@@ -188,7 +188,10 @@ def _launches_of(
         sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     counts, offsets = outputs["counts"] or (None, None)
     counter = None if counts is None else counted
-    operands = descriptor(call.tokens, tiling.box_m, tiling.block_k), descriptor(call.gate, tiling.box_n, tiling.block_k)
+    operands = (
+        descriptor(call.tokens, tiling.box_m, tiling.block_k),
+        descriptor(call.gate, tiling.box_n, tiling.block_k),
+    )
     routing = (
         call.alpha, call.routed_scale, spec.k, *_tables(call), outputs["weights"], outputs["ids"], outputs["logits"],
         outputs["dense"], _from(counted, 1), counts, offsets, counter,
