@@ -203,7 +203,7 @@ def _launches_of(
         products = *operands, M, hidden, *nothing, sums, met, tiling, Spec(spec.num_experts, 1, Rule(), gluon=True)
         return [
             (kernel_hopper.router_kernel, grid, products, options),
-            (kernel_hopper.choice_kernel, (-(-M // choice.rows_per_pass),), 
+            (kernel_hopper.choice_kernel, (-(-M // choice.rows_per_pass),),
              (sums, met, M, tiling.rows_per_cta, tiling.parts, *routing, choice, spec),
              choice.options),
         ]  # fmt: skip
