@@ -449,8 +449,8 @@ def choice_kernel(
 ):  # fmt: skip
     """Choose the experts of rows whose sums the launch before stores; the last CTA of all stores the counts.
 
-    It is launched when the last tiles of that launch have started, and begins with the rows that are stored. tile, parts:
-    rows of a tile, and CTAs that store them.
+    It is launched when the last tiles of that launch have started, and begins with the rows that are stored.
+    tile, parts: rows of a tile, and CTAs that store them.
     """
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     routing = Args(Scalars(alpha, routed_scale, k), tables, Outputs(weights, ids, logits, dense, histogram))
