@@ -123,11 +123,11 @@ def hashed(draw: Draw, M: int, N: int, k: int) -> tuple[torch.Tensor, torch.Tens
     table = torch.stack([draw.uniform(N).argsort()[:k] for _ in range(vocabulary)])
     ids, outside = draw.ints(0, vocabulary - 1, M), False
     if M and draw.chance(0.3):
-        outside = True
         if draw.chance(0.5):
-            ids[draw.random.randrange(M)] = draw.one((-1, vocabulary))
+            ids[draw.random.randrange(M)], outside = draw.one((-1, vocabulary)), True
         else:
-            table[draw.random.randrange(vocabulary), 0] = draw.one((-1, N))
+            expert = draw.one((-1, N))  # -1 is a slot without an expert
+            table[draw.random.randrange(vocabulary), 0], outside = expert, expert == N
     ints = (torch.int32, torch.int64)
     return ids.to(draw.form.one(ints)), table.to(draw.form.one(ints)), outside
 

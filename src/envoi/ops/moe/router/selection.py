@@ -26,9 +26,9 @@ NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # greater than any column
 # exact one by 2.3u; with a bias each key is rounded once more, by u of its size, which is at most that of the row's
 # largest and the reach. So two keys err by 12u + 4u (largest + 2): 20u (1 + largest / 5).
 TOLERANCE: tl.constexpr = tl.constexpr(1.2e-6)
-# The same of sqrt(softplus) of logits up to MOST_ROOTED, whose scores are at most 8. `fast_root_softplus` errs by 6.7e-7
-# where the softplus is small, of which the logarithm errs by 3.3e-7, and by 1.3e-6 at 8, the exact score by 1.2e-6. So
-# two keys err by 5.4e-6 at most, and by the rounding of their sums with a bias.
+# The same of sqrt(softplus) of logits up to MOST_ROOTED, whose scores are at most 8. `fast_root_softplus` errs by up to
+# 6.7e-7 where the softplus is small, since the logarithm errs by 3.3e-7, and by 1.3e-6 at 8, the exact score by 1.2e-6.
+# So two keys err by 5.4e-6 at most, and by the rounding of their sums with a bias.
 ROOT_TOLERANCE: tl.constexpr = tl.constexpr(1e-5)
 MOST_ROOTED: tl.constexpr = tl.constexpr(64.0)
 
