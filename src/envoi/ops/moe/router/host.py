@@ -176,7 +176,7 @@ def _launches_of(
     call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None
 ) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:
     """Return the launches of some rows. met: their counters. counted: one more, and the histogram."""
-    from envoi.ops.moe.router import kernel_hopper
+    from envoi.ops.moe.router import kernel_hopper, kernel_hopper_choice
 
     spec, (M, hidden), device = call.spec, call.tokens.shape, call.tokens.device
     row_blocks = -(-M // tiling.rows_per_cta)
@@ -203,7 +203,7 @@ def _launches_of(
         products = *operands, M, hidden, *nothing, sums, met, tiling, Spec(spec.num_experts, 1, Rule(), gluon=True)
         return [
             (kernel_hopper.router_kernel, grid, products, options),
-            (kernel_hopper.choice_kernel, (-(-M // choice.rows_per_pass),),
+            (kernel_hopper_choice.choice_kernel, (-(-M // choice.rows_per_pass),),
              (sums, met, M, tiling.rows_per_cta, tiling.parts, *routing, choice, spec),
              choice.options),
         ]  # fmt: skip
