@@ -5,8 +5,8 @@
     router_kernel:  for each tile:  sums -> workspace; count an arrival in the counter of the tile's rows
     choice_kernel:  for some rows:  wait for the counter; route_rows(sums)
 
-It is launched when all CTAs of the first have started. These leave room for it, so that it chooses the experts of earlier
-rounds while the last round multiplies.
+It is launched when all CTAs of the first have started. These leave room for it, so that it chooses the experts of
+earlier rounds while the last round multiplies.
 """
 
 import triton.experimental.gluon.language as gl
