@@ -27,7 +27,7 @@ class Case:
     """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
     rule: a model's name, "softmax" or "identity". kernel: "sm90" or "triton". hashed: experts are looked up.
-    everything: return all extra outputs. weights: dtype of the weights.
+    everything: return all extra outputs. weights: dtype of the weights. kernel_name: which of the call's launches.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case:
     hashed: bool = False
     everything: bool = False
     weights: str = "fp32"
+    kernel_name: str = "router_kernel"
 
     @property
     def title(self) -> str:
@@ -61,6 +62,11 @@ CASES = (
     Case("two-roles", 4096, 128, 2048, 4, "softmax", "fp16"),
     Case("prefill", 16384, 256, 7168, 8, "deepseek-v3"),
     Case("many-experts", 2048, 512, 4096, 10, "softmax"),
+    Case("products", 12000, 288, 4096, 8, "glm-5.3-flash"),
+    Case("choice", 2048, 512, 4096, 10, "softmax", kernel_name="choice_kernel"),
+    Case("choice-most", 8192, 896, 7168, 16, "kimi-k3", kernel_name="choice_kernel"),
+    Case("choice-groups", 1794, 160, 5120, 6, "deepseek-v2", everything=True, kernel_name="choice_kernel"),
+    Case("choice-hashed", 2400, 256, 4096, 6, "deepseek-v4-flash", hashed=True, kernel_name="choice_kernel"),
     Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
     Case("turns", 15932, 512, 2048, 10, "qwen3-next"),
     Case("two-widths", 15082, 160, 6144, 8, "qwen3-coder-480b", "fp16"),
@@ -128,7 +134,7 @@ def launch_of(case: Case) -> Launch:
         token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted, return_dense=wanted,
         return_counts=wanted, weights_dtype=DTYPES[case.weights],
     )  # fmt: skip
-    return launch_of_call(call, "router_kernel", arch=arch)
+    return launch_of_call(call, case.kernel_name, arch=arch)
 
 
 def kernel_case(case: Case) -> KernelCase:
