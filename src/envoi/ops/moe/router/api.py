@@ -35,7 +35,7 @@ def route(
     return_dense: bool = False, return_counts: bool = False, weights_dtype: torch.dtype = torch.float32,
     out: Routing | None = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
 ) -> Routing:  # fmt: skip
-    """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
+    """Choose k experts for each token: GEMM, score, selection and weights in one operator.
 
     tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
     k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
@@ -57,8 +57,9 @@ def route(
 
     Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
     batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
-    On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
-    other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
+    On a GPU it is one kernel. On Hopper bf16 or fp16 tokens with a gate of the same dtype have a kernel of their own,
+    many tokens of many experts two, which overlap; float32, mixed dtypes and other GPUs run on a Triton kernel, rules
+    of more than 32 groups and CPUs on the torch reference.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
     of a router that no Rule describes. A token id outside the table, or an id in it that isn't from -1 to N - 1, is a
     ValueError too where the reference runs; kernels, whose values the host doesn't see, give that slot id -1 and

@@ -1,8 +1,9 @@
 """Choice of the Hopper router's launches among the tilings worth comparing, by a model of time.
 
-A call is one launch, or several one after the other, each with some of the rows and a tiling of its own:
-10817 tokens of 256 experts are 170 tiles for 132 multiprocessors; two launches of 132 and of 38 tiles, the latter cut
-finer, take less time than two rounds of one launch do.
+A call is one launch, or several one after the other, each with some of the rows and a tiling of its own: 8600 tokens
+of 256 experts are 135 tiles for 132 multiprocessors; two launches of 132 and of 3 tiles, the latter cut finer, take
+less time than two rounds of one launch do. Or it is two launches that overlap: one that only multiplies, and one that
+chooses the experts of rows as they are stored.
 """
 
 from collections.abc import Iterator
