@@ -14,7 +14,7 @@ from bench.suites import cases
 from bench.suites import router as suite
 from bench.timing import Clock, Run
 from envoi.ops.moe.router import host
-from envoi.ops.moe.router.choose_tiling import COSTS, Costs, candidates, predicted_cycles, tiled_rows
+from envoi.ops.moe.router.choose_tiling import COSTS, Costs, apart_candidates, candidates, predicted_cycles, tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.runtime.devices import H200, Target, num_sms
@@ -85,7 +85,9 @@ def tilings_of(shape: RouterShape, sms: int, count: int, seed: int) -> list[Rout
     """Return two thirds of `count` by the model, most promising first, the rest at random of those not far behind."""
     rows, spec = tiled_rows(shape.m), _spec_of(shape)
     cycles = {
-        tiling: predicted_cycles(rows, shape.k, spec, tiling, sms) for tiling in candidates(rows, shape.k, spec, sms)
+        tiling: predicted_cycles(rows, shape.k, spec, tiling, sms)
+        for find in (candidates, apart_candidates)
+        for tiling in find(rows, shape.k, spec, sms)
     }
     ranked = sorted(cycles, key=lambda tiling: cycles[tiling])
     by_model = ranked[: count - count // 3]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.moe.router import PRESETS, Rule, host, reference, route
-from envoi.ops.moe.router.choose_tiling import APART_EXPERTS, apart_candidates, candidates, choose_shares, choose_tiling
+from envoi.ops.moe.router.choose_tiling import APART_ROWS, apart_candidates, candidates, choose_shares, choose_tiling
 from envoi.ops.moe.router.tiling import TILE
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
@@ -279,7 +279,7 @@ def test_every_cut_for_many_rows_gives_the_same_bits(n, rule):
     call = host.Call(tokens, gate, spec, 1.0, given.rule.routed_scale, None, bias, None, None)
     given_sizes = len(x), tokens.shape[1], replace(spec, gluon=True), NUM_SMS
     chosen = [t for t in candidates(*given_sizes) if t.turns > 1 or t.tile > TILE or t.rest_n]
-    chosen += apart_candidates(*given_sizes) if n >= APART_EXPERTS else ()
+    chosen += apart_candidates(APART_ROWS, *given_sizes[1:])
     assert chosen
     for tiling in chosen:
         outputs = host.empty_outputs(call)

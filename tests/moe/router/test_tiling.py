@@ -7,7 +7,6 @@ import torch
 
 from envoi.ops.moe.router import host
 from envoi.ops.moe.router.choose_tiling import (
-    APART_EXPERTS,
     CACHED_BYTES,
     apart_candidates,
     candidates,
@@ -105,7 +104,7 @@ def test_sums_of_parts_along_k_stay_in_the_l2(m, n, hidden, rule):
     assert tiling.parts_k == 1 or 2 * m * hidden + tiling.sum_bytes(m) < CACHED_BYTES
 
 
-@pytest.mark.parametrize(("m", "n", "hidden", "rule"), [size for size in SIZES if size[1] >= APART_EXPERTS])
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
 def test_tiles_that_only_multiply_fit(m, n, hidden, rule):
     """Check their columns, their memory beside that of CTAs that choose, and the registers of both."""
     spec = spec_of(m, n, hidden, rule)

@@ -52,11 +52,10 @@ class Share:
 def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Share, ...]:
     """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all."""
     cycles, shares = _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)
-    if M >= APART_ROWS and spec.num_experts >= APART_EXPERTS:
-        for tiling in apart_candidates(M, hidden, spec, num_sms):
-            of_two = predicted_cycles(M, hidden, spec, tiling, num_sms) / WORTH_APART
-            if of_two < cycles:
-                cycles, shares = of_two, (Share(M, tiling),)
+    for tiling in apart_candidates(M, hidden, spec, num_sms):
+        of_two = predicted_cycles(M, hidden, spec, tiling, num_sms) / WORTH_APART
+        if of_two < cycles:
+            cycles, shares = of_two, (Share(M, tiling),)
     return shares
 
 
@@ -161,8 +160,10 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
 def apart_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
     """Yield tilings that only multiply, for rows whose experts are chosen by a launch of its own: 64 rows or 128.
 
-    Of the widths that cut the experts in the same number of parts, the least.
+    Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts.
     """
+    if M < APART_ROWS or spec.num_experts < APART_EXPERTS:
+        return
     num_blocks = -(-hidden // block_sum(hidden))
     for tile in (TILE, 2 * TILE):
         for width in {-(-spec.num_experts // width): width for width in reversed(APART_WIDTHS)}.values():
