@@ -15,6 +15,7 @@ from envoi.epilogues.activation import written
 from envoi.epilogues.library import linear, store, swiglu, swiglu_fp8
 from envoi.ops.gemm import grouped_gemm
 from envoi.quant import FORMATS, quantize
+from envoi.router import Rule
 from envoi.types import QuantTensor
 from tests.moe.layers import Layer, make
 from tests.moe.own import reglu
@@ -103,6 +104,9 @@ def route_cases(M: int, N: int, hidden: int, k: int) -> dict[str, Case]:
         "route-biased": Case(envoi.route, lambda i: arguments(i, alpha=0.5, logit_bias=normal(N, seed=i + 9))),
         "route-all": Case(
             envoi.route, lambda i: arguments(i, return_logits=True, return_dense=True, return_counts=True)
+        ),
+        "route-logits-fp16": Case(
+            envoi.route, lambda i: arguments(i, rule=Rule("identity", renormalize=False), weights_dtype=torch.float16)
         ),
         "route-hashed": Case(
             envoi.route,

@@ -89,6 +89,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("w4a8-few-", {"tensor core": "QGMMA"}),
     ("w4a8-permute", {}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
+    ("router-sm90-choice", {}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
     ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),
