@@ -17,6 +17,7 @@ from tests.fuzz.approx import TINY, Approx, Arithmetic, approx, matmul
 from tests.fuzz.draw import Case, Draw, host
 
 PAGE, DIM = 64, 128
+HEADS = (1, 4, 7, 8, 16, 32, 32, 48, 64, 64)
 KINDS = ("normal", "normal", "whole", "whole", "same tokens", "bytes", "zeros", "spread")
 
 
@@ -78,8 +79,8 @@ def indexer_topk(draw: Draw) -> Case:
 
 def drawn(draw: Draw, kind: str) -> Given:
     """Draw the tensors and options."""
-    requests, heads, next_n = draw.random.randint(0, draw.most(2, 4, 8)), draw.one((32, 64)), draw.one((1, 1, 2, 3))
-    k, most = draw.one((512, 512, 512, 1024, 2048)), draw.most(640, 1400, 6000)
+    requests, heads, next_n = draw.random.randint(0, draw.most(2, 4, 8)), draw.one(HEADS), draw.one((1, 1, 2, 3))
+    k, most = draw.one((1, 16, 128, 200, 256, 512, 512, 1024, 1500, 2048)), draw.most(640, 1400, 6000)
     lengths = [draw.one((0, 1, 64, 65, k - 1, k, k + 1, k + 65, draw.random.randint(1, most))) for _ in range(requests)]
     lengths = [min(length, most) for length in lengths]
     width = max([1, *(-(-length // PAGE) for length in lengths)]) + draw.one((0, 0, 3))

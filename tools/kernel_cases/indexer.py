@@ -16,17 +16,17 @@ FP32, INT32 = torch.float32, torch.int32
 LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem(width: int, next_n: int = 1, heads: int = HEADS) -> fast.Problem:
+def _problem(width: int, next_n: int = 1, heads: int = HEADS, k: int = K) -> fast.Problem:
     return fast.Problem(
         without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
-        without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), K,
+        without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), k,
         next_n,
     )  # fmt: skip
 
 
-def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS) -> Any:
+def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS, k: int = K) -> Any:
     """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages."""
-    p = _problem(width, next_n, heads)
+    p = _problem(width, next_n, heads, k)
     return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", next_n, order=order)
 
 
@@ -44,10 +44,17 @@ KERNELS = (
         for name, about, call in (
             ("4-rows", "the same, four rows of a request at a time", partial(SET, next_n=2048)),
             ("4-rows-32-heads", "the same, of 32 heads", partial(SET, next_n=2048, heads=32)),
+            ("4-heads", "scores of 4 heads, as many as half of the products' width", partial(SET, heads=4)),
+            ("16-heads", "scores of 16 heads", partial(SET, heads=16)),
+            ("4-rows-16-heads", "the same, four rows of a request at a time", partial(SET, next_n=2048, heads=16)),
             ("4-rows-listed", "the same, before candidates are listed", partial(BEST, next_n=2048)),
         )
     ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),
+    case_of(
+        "indexer-scores-4-heads", "the same, of 4 heads", EVERY_ARCH, partial(SET, heads=4), "scores_kernel",
+        arch=BLACKWELL[0],
+    ),
     case_of(
         "indexer-select", "the k best by position, by radix; launched before the scores' kernel ends", HOPPER, SET,
         "select_kernel",
@@ -59,6 +66,13 @@ KERNELS = (
     case_of(
         "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER,
         partial(call_of_fast, "position", 256), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-128", "the 128 best by position", HOPPER, partial(SET, k=128), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,
+        partial(SET, k=1000), "select_kernel",
     ),
     case_of(
         "indexer-select-best-first", "the k best, best first", HOPPER, partial(call_of_fast, "score", SHORT),

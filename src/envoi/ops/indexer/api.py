@@ -7,13 +7,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
-from envoi.ops.indexer.certificate import HEADS
+from envoi.ops.indexer.certificate import has_kernels
 from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
 from envoi.ops.indexer.select import orders_for, run
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import exactly, prepared
 
-TOPK = (512, 1024, 2048)
+MOST_HEADS = 64  # products of a tile with more wouldn't fit the registers
+MOST_K = 2048  # what a program of selection puts in order in shared memory
 MODES = ("fast", "exact")
 ORDERS = ("score", "any", "position")
 OUTPUTS = ("slots", "positions")
@@ -23,7 +24,7 @@ def _given(
     q, k_cache, weights, seq_lens, block_table, k=2048, mode="fast", next_n=1, *, output="slots", order="score",
     return_errors=False, ordered=None,
 ):  # fmt: skip
-    orders = orders_for(q.device, q.shape[1]) if mode == "exact" and q.shape[1] in HEADS else None
+    orders = orders_for(q.device, q.shape[1]) if mode == "exact" and has_kernels(q.shape[1], k) else None
     constants = exactly(k), mode, exactly(next_n), output, order, exactly(return_errors), exactly(ordered)
     return constants, (q, k_cache, weights, seq_lens, block_table, orders)
 
@@ -63,13 +64,13 @@ def indexer_topk(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 after the last.
 
-    q [B * next_n, H, 128] float8_e4m3fn without scales, H 32 or 64; the rows of a request are consecutive.
+    q [B * next_n, H, 128] float8_e4m3fn without scales, H from 1 to 64; the rows of a request are consecutive.
     k_cache [num_pages, 64, 1, 132] int8 or uint8: values and scales, laid out as `envoi.ops.indexer.layout` says.
     weights [B * next_n, H] float32, of any sign.
     seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
         + n.
     block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
-    k: 512, 1024 or 2048. next_n: query rows of each request: a few with speculative decoding, thousands in a prefill.
+    k: 1 to 2048. next_n: query rows of each request: a few with speculative decoding, thousands in a prefill.
     mode "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
         "exact": the bits and the order of the PyTorch definition on the same device, in which NaN beats numbers.
     output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
@@ -83,7 +84,8 @@ def indexer_topk(
     Scores of some rows at a time are in scratch memory of 16 MiB, or 64 MiB for more than 512 rows; one row's at least.
     The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
     certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
-    gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.
+    gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS. It
+    does so for other numbers of heads than 32 and 64, too, and for k up to 32.
 
     Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode uses
     torch's operators, also for the errors of return_errors, and there RuntimeError while a CUDA graph is captured.
@@ -105,12 +107,11 @@ def indexer_topk(
 
 def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
     expect_int("next_n", next_n, 1)
-    if not isinstance(k, int) or k not in TOPK:
-        raise ValueError(f"k: expected one of {', '.join(map(str, TOPK))}, got {k!r}")
+    expect_int("k", k, 1, MOST_K)
     expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
     rows, num_heads, _ = q.shape
-    if num_heads not in HEADS:
-        raise ValueError(f"q.shape[1]: expected H = 32 or 64 heads, got {num_heads}")
+    if not 1 <= num_heads <= MOST_HEADS:
+        raise ValueError(f"q.shape[1]: expected H from 1 to {MOST_HEADS} heads, got {num_heads}")
     if rows % next_n:
         raise ValueError(f"q.shape[0]: expected a multiple of next_n = {next_n}, got {rows}")
     requests, device = rows // next_n, q.device

@@ -27,6 +27,7 @@ CAPACITY = kernel_candidates.CAPACITY.value
 TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
+HOPPER_HEADS, TRITON_HEADS = 8, 16  # least widths of products
 STAGES = 3  # tiles in a program's pipeline
 SHARED_ROWS = 4  # of a request, scored against a tile of keys while it is in shared memory; as many registers and bytes
 SHARED_STAGES = 2  # as three programs of an SM have room for beside four rows' queries
@@ -218,10 +219,11 @@ def hopper_arguments(
     early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
     block = rows_of_block(p, space.counters is not None)
     num_blocks, stages = -(-len(space.logits) // block), STAGES if block == 1 else SHARED_STAGES
+    heads = p.q.shape[1]
     return (_programs(p, num_rows, block),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.q.shape[1], least, max(32, next_power_of_2(num_blocks)), block, stages, early,
+        max(HOPPER_HEADS, next_power_of_2(heads)), heads, least, max(32, next_power_of_2(num_blocks)), block, stages, early,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
@@ -234,11 +236,11 @@ def scores_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, least: int
 ) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of `scores_kernel`."""
-    bytes_ = p.k_cache.view(torch.uint8)
+    bytes_, heads = p.k_cache.view(torch.uint8), p.q.shape[1]
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
         space.logits, space.groups, space.counters, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.q.shape[1], least, next_power_of_2(len(space.logits)), TILE,
+        max(TRITON_HEADS, next_power_of_2(heads)), heads, least, next_power_of_2(len(space.logits)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
@@ -255,7 +257,7 @@ def select_arguments(
     return (num_rows, parts), (
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
+        p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
     ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 

@@ -29,8 +29,10 @@ from envoi.ops.indexer.kernel_scores import (
     PAGE,
     TOP_LEVEL,
     as_stored,
+    existing,
     least_level,
     level_of,
+    load_weights,
     ordered,
     scored,
 )
@@ -180,14 +182,14 @@ def producer(descs, stages, lengths, table, num_pages, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(q, queries, row, count, H: gl.constexpr):
-    """Copy the queries of `count` rows to shared memory [.., H, HEAD_DIM]."""
+def load_queries(q, queries, row, count, H: gl.constexpr, HEADS: gl.constexpr):
+    """Copy the queries of `count` rows to shared memory [.., H, HEAD_DIM]: HEADS of them, then the last again."""
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-    heads = gl.arange(0, H, gl.SliceLayout(1, wide))
+    heads = existing(gl.arange(0, H, gl.SliceLayout(1, wide)), HEADS)
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
     role_barrier()
     for nth in range(count):
-        queries.index(nth).store(gl.load(q + ((row + nth) * H + heads)[:, None] * HEAD_DIM + d[None, :]))
+        queries.index(nth).store(gl.load(q + ((row + nth) * HEADS + heads)[:, None] * HEAD_DIM + d[None, :]))
     fence_async_shared()
     role_barrier()
 
@@ -274,7 +276,7 @@ def keep_scores(args, s, row, token, n, width):
 
 
 @gluon.jit
-def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constexpr):
+def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Score every tile of this program: a role of four warps."""
     tiles = reinterpret(stages.pages, stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
     factors = reinterpret(stages.scales, gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -292,9 +294,9 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constex
         num = gl.minimum(lengths.num_rows - row, lengths.share)  # rows of this block
         if block != loaded:
             at = (lengths.first_row + row).to(gl.int64)
-            load_queries(args.q, queries, at, num if lengths.share > 1 else 1, H)
+            load_queries(args.q, queries, at, num if lengths.share > 1 else 1, H, HEADS)
             if lengths.share == 1:
-                weight = gl.load(args.weights + at * H + heads)
+                weight = load_weights(args.weights, at, heads, HEADS)
             loaded = block
         mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
         if lengths.share == 1:
@@ -308,7 +310,8 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constex
             for nth in range(num):
                 seen = n - (num - 1 - nth)
                 if (seen > token) & (seen > lengths.least):
-                    own = gl.load(args.weights + (lengths.first_row + row + nth).to(gl.int64) * H + heads)
+                    at = (lengths.first_row + row + nth).to(gl.int64)
+                    own = load_weights(args.weights, at, heads, HEADS)
                     products = warpgroup_mma(
                         tiles.index(stage), queries.index(nth).permute((1, 0)), zero, use_acc=False
                     )
@@ -322,14 +325,14 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constex
 def scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
     first_row, num_rows, width, num_pages, next_n,
-    H: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr,
+    H: gl.constexpr, HEADS: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as the Triton kernel of this name does.
 
     values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
     float32, of which the last of each page are its scales. BLOCKS: at least the number of blocks of SHARE rows; a block
-    may not have rows of two requests.
+    may not have rows of two requests. H: HEADS, or more: the products' width, of which the rest has zero weights.
     """
     values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
@@ -353,6 +356,6 @@ def scores_kernel(
     args = Rows(q, weights, logits, groups)
     descs = Descriptors(values_desc, scales_desc)
     gl.warp_specialize([
-        (consumer, (stages, queries, lengths, args, H, STAGES)),
+        (consumer, (stages, queries, lengths, args, H, HEADS, STAGES)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
     ], [1], [32 if SHARE > 1 else 40])  # fmt: skip

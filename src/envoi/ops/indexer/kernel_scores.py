@@ -99,16 +99,37 @@ def token_pages(table, request, tokens, n, width, num_pages):
 
 
 @triton.jit
-def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
-    """Score tokens of a row: [TILE] float32. inputs: Inputs; page, place, mask [TILE]: where each token's key is."""
+def existing(heads, HEADS: tl.constexpr):
+    """Return heads, and from HEADS on the last one, whose product is weighted with zero there."""
+    if HEADS < heads.shape[0]:
+        return tl.minimum(heads, HEADS - 1)
+    else:
+        return heads
+
+
+@triton.jit
+def load_weights(weights, row, heads, HEADS: tl.constexpr):
+    """Load a row's weights, zero from head HEADS on."""
+    if HEADS < heads.shape[0]:
+        return tl.load(weights + row * HEADS + heads, mask=heads < HEADS, other=0.0)
+    else:
+        return tl.load(weights + row * HEADS + heads)
+
+
+@triton.jit
+def score_tile(inputs, row, page, place, mask, H: tl.constexpr, HEADS: tl.constexpr):
+    """Score tokens of a row: [TILE] float32. inputs: Inputs; page, place, mask [TILE]: where each token's key is.
+
+    H: HEADS, or more: the products' width, of which the rest has zero weights.
+    """
     d = tl.arange(0, HEAD_DIM)
     h = tl.arange(0, H)
     row = row.to(tl.int64)
     keys = tl.load(
         inputs.cache + (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :], mask=mask[:, None], other=0
     )
-    queries = tl.load(inputs.q + (row * H + h)[:, None] * HEAD_DIM + d[None, :])
-    weight = tl.load(inputs.weights + row * H + h)
+    queries = tl.load(inputs.q + (row * HEADS + existing(h, HEADS))[:, None] * HEAD_DIM + d[None, :])
+    weight = load_weights(inputs.weights, row, h, HEADS)
     scale = tl.load(inputs.scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
     if INTERPRETED:
         products = tl.dot(from_e4m3(keys), tl.trans(from_e4m3(queries)))
@@ -162,7 +183,7 @@ def place_of_tile(tile, ids, seen, tiles, ends):
 @triton.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
     q, cache, scales, weights, seq_lens, table, logits, groups, counters, first_row, num_rows, width, num_pages, next_n,
-    H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters, if any."""
     clear(counters, num_rows)
@@ -177,6 +198,6 @@ def scores_kernel(
         tokens = first + tl.arange(0, TILE)
         page, good = token_pages(table, row // next_n, tokens, n, width, num_pages)
         mask = (tokens < n) & good
-        s = score_tile(Inputs(q, cache, scales, weights), row, page, tokens % PAGE, mask, H)
+        s = score_tile(Inputs(q, cache, scales, weights), row, page, tokens % PAGE, mask, H, HEADS)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
         keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)

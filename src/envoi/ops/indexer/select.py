@@ -19,7 +19,11 @@ def run(
     k: int, mode: str, next_n: int, slots: bool, order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run the implementation for this mode and device; return [rows, k] int32, and errors [rows] int32."""
-    orders = orders_for(q.device, q.shape[1]) if mode == "exact" else None
+    orders = None
+    if mode == "exact" and certificate.has_kernels(q.shape[1], k):
+        orders = orders_for(q.device, q.shape[1])
+    elif mode == "exact" and implementation(q.device) != "torch":
+        certificate.warn_no_kernels(q.shape[1], k)
     if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
         check_values(seq_lens, block_table, k_cache.shape[0])
         out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order)
@@ -60,7 +64,7 @@ def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: i
 
     Raises RuntimeError while a CUDA graph is captured.
     """
-    why = "since without a certificate torch's operators run, which need lengths on the host (`envoi indexer certify`)"
+    why = "since torch's operators run, which need lengths on the host, for want of a certificate or a kernel (see its warning)"
     expect_no_capture("mode='exact'", seq_lens.device, why)
     for request, length in enumerate(seq_lens.tolist()):
         if length < 0 or pages_of(length) > block_table.shape[1]:
