@@ -65,7 +65,8 @@ def indexer_topk(draw: Draw) -> Case:
     lengths = torch.tensor(given.lengths, dtype=torch.int32, device=device)
     options = {"output": "slots" if given.slots else "positions", "order": given.order, "return_errors": True}
     # Kernels give error codes; torch's operators refuse, as in the exact mode where no certificate is.
-    uncertified = device.type == "cpu" or certificate.orders(q.device, q.shape[1]) is None
+    has_kernels = certificate.has_kernels(q.shape[1], given.k)
+    uncertified = device.type == "cpu" or not has_kernels or certificate.orders(q.device, q.shape[1]) is None
     by_torch = implementation(device) == "torch" or (given.mode == "exact" and uncertified)
 
     def call() -> Any:

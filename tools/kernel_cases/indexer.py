@@ -16,17 +16,17 @@ FP32, INT32 = torch.float32, torch.int32
 LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem(width: int, next_n: int = 1, heads: int = HEADS, k: int = K) -> fast.Problem:
+def _problem(width: int, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132) -> fast.Problem:
     return fast.Problem(
-        without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
+        without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, key), torch.int8),
         without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), k,
         next_n,
     )  # fmt: skip
 
 
-def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS, k: int = K) -> Any:
-    """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages."""
-    p = _problem(width, next_n, heads, k)
+def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132) -> Any:
+    """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages. key: bytes of a key."""
+    p = _problem(width, next_n, heads, k, key)
     return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", next_n, order=order)
 
 
@@ -47,10 +47,19 @@ KERNELS = (
             ("4-heads", "scores of 4 heads, as many as half of the products' width", partial(SET, heads=4)),
             ("16-heads", "scores of 16 heads", partial(SET, heads=16)),
             ("4-rows-16-heads", "the same, four rows of a request at a time", partial(SET, next_n=2048, heads=16)),
+            ("fp4", "scores of keys in FP4", partial(SET, heads=32, key=68)),
+            ("fp4-64-heads", "the same, of 64 heads", partial(SET, key=68)),
+            ("fp4-4-rows", "scores of keys in FP4, four rows of a request at a time",
+             partial(SET, next_n=2048, heads=32, key=68)),
+            ("fp4-4-rows-64-heads", "the same, of 64 heads", partial(SET, next_n=2048, key=68)),
             ("4-rows-listed", "the same, before candidates are listed", partial(BEST, next_n=2048)),
         )
     ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),
+    case_of(
+        "indexer-scores-fp4", "the same, of keys in FP4, as bf16", EVERY_ARCH, partial(SET, heads=32, key=68),
+        "scores_kernel", arch=BLACKWELL[0],
+    ),
     case_of(
         "indexer-scores-4-heads", "the same, of 4 heads", EVERY_ARCH, partial(SET, heads=4), "scores_kernel",
         arch=BLACKWELL[0],

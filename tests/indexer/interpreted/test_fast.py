@@ -6,7 +6,7 @@ import torch
 from envoi.ops.indexer import fast, indexer_topk, reference
 from envoi.ops.indexer.layout import pack_cache, pages_of, to_slots
 from tools.oracles.indexer import judge
-from tools.oracles.indexer_workloads import hostile, one
+from tools.oracles.indexer_workloads import hostile, one, random_fp4_cache
 
 SMALL = {name: tensors for name, tensors in hostile(32).items() if not name.startswith("length")}
 
@@ -50,6 +50,15 @@ def test_heads_and_k(heads, k):
     out = assert_sorted_own(tensors, k, output="slots")
     for row, length in enumerate((1200, 3, 130)):
         assert judge(out[row], tensors[0][row], tensors[1], tensors[2][row], length, tensors[4][row])
+
+
+@pytest.mark.parametrize(("heads", "spread"), [(32, 5), (4, 110), (48, 5)])
+def test_keys_in_fp4(heads, spread):
+    q, cache, weights, seq_lens, table = one((1200, 3, 130), num_heads=heads).tensors()
+    tensors = q, random_fp4_cache(len(cache), spread=spread), weights, seq_lens, table
+    out = assert_sorted_own(tensors, 128, output="slots")
+    for row, length in enumerate((1200, 3, 130)):
+        assert judge(out[row], q[row], tensors[1], weights[row], length, table[row])
 
 
 @pytest.mark.parametrize("order", ["score", "any", "position"])

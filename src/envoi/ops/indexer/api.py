@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
 from envoi.ops.indexer.certificate import has_kernels
-from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
+from envoi.ops.indexer.layout import BYTES_PER_TOKEN, FP4_BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, is_fp4
 from envoi.ops.indexer.select import orders_for, run
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import exactly, prepared
@@ -65,7 +65,9 @@ def indexer_topk(
     """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 after the last.
 
     q [B * next_n, H, 128] float8_e4m3fn without scales, H from 1 to 64; the rows of a request are consecutive.
-    k_cache [num_pages, 64, 1, 132] int8 or uint8: values and scales, laid out as `envoi.ops.indexer.layout` says.
+    k_cache [num_pages, 64, 1, 132] int8 or uint8: values in E4M3 and float32 scales, laid out as
+        `envoi.ops.indexer.layout` says; or, of keys in FP4, [num_pages, 64, 1, 68]: values in E2M1 and a UE8M0 factor
+        for each 32. On Hopper a value in FP4 that is less than 2^-23 of its key's largest may count as zero.
     weights [B * next_n, H] float32, of any sign.
     seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
         + n.
@@ -93,6 +95,8 @@ def indexer_topk(
     """
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
     expect_choice("mode", mode, MODES)
+    if mode == "exact" and is_fp4(k_cache):
+        raise ValueError("mode: expected 'fast' with keys in FP4, whose definition has no order of adding, got 'exact'")
     expect_choice("output", output, OUTPUTS)
     expect_choice("order", order, ORDERS)
     expect_bool("return_errors", return_errors)
@@ -115,7 +119,8 @@ def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
     if rows % next_n:
         raise ValueError(f"q.shape[0]: expected a multiple of next_n = {next_n}, got {rows}")
     requests, device = rows // next_n, q.device
-    page = ("num_pages", PAGE_SIZE, 1, BYTES_PER_TOKEN)
+    width = FP4_BYTES_PER_TOKEN if isinstance(k_cache, torch.Tensor) and is_fp4(k_cache) else BYTES_PER_TOKEN
+    page = ("num_pages", PAGE_SIZE, 1, width)
     expect_tensor("k_cache", k_cache, (torch.int8, torch.uint8), page, device, contiguous=True)
     expect_tensor("weights", weights, torch.float32, (rows, num_heads), device)
     expect_tensor("seq_lens", seq_lens, torch.int32, (requests,), device)

@@ -307,10 +307,11 @@ def select_kernel(
     """Store a row's output and its error.
 
     logits [rows, width * PAGE], groups [rows, NUM_GROUPS] int32: the best keys of groups of level_of(n), in rows longer
-    than NUM_GROUPS, up to NUM_GROUPS << LEVELS. K: 1 to BINS; PLACES: K, up to a power of two. BY_SCORE: best first, else by position; then rows of up to K tokens
-    need no logits. NAN_FIRST: as torch does; rows of up to SHORT tokens are in the order of its sort. EARLY: launched
-    before the scores' kernel ends. PARTS: programs of a long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each
-    part scores and positions, then all parts' lengths. counters [rows]: zero before and after.
+    than NUM_GROUPS, up to NUM_GROUPS << LEVELS. K: 1 to BINS; PLACES: K, up to a power of two. BY_SCORE: best
+    first, else by position; then rows of up to K tokens need no logits. NAN_FIRST: as torch does; rows of up to
+    SHORT tokens are in the order of its sort. EARLY: launched before the scores' kernel ends. PARTS: programs of a
+    long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each part scores and positions, then all parts'
+    lengths. counters [rows]: zero before and after.
     """
     words.declare()
     own = tl.program_id(0)

@@ -2,6 +2,7 @@
 
     for each query row r of request b, which sees L tokens:
         K[j] = e4m3(values[j]) * scale[j]                                     j < L, float32
+        or, of keys in FP4, K[j, d] = e2m1(values[j, d]) * 2^(factor[j, d / 32] - 127), which has the fast mode alone
         exact:  S[h, j] = sum over d of q[r, h, d] * K[j, d]                  torch.mm in float32, no TF32
                 s[j]    = sum over h of max(S[h, j], 0) * weights[r, h]       torch.sum over dim 0
         fast:   s[j]    = scale[j] * sum over h of max(S'[h, j], 0) * weights[r, h],   S' from the unscaled values

@@ -64,7 +64,7 @@ def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: i
 
     Raises RuntimeError while a CUDA graph is captured.
     """
-    why = "since torch's operators run, which need lengths on the host, for want of a certificate or a kernel (see its warning)"
+    why = "since torch's operators run, for want of a certificate or a kernel, and they need lengths on the host"
     expect_no_capture("mode='exact'", seq_lens.device, why)
     for request, length in enumerate(seq_lens.tolist()):
         if length < 0 or pages_of(length) > block_table.shape[1]:
