@@ -30,6 +30,17 @@ def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HE
     return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", next_n, order=order)
 
 
+def _blocks() -> Any:
+    p = _problem(LONG, heads=32, key=68)
+    return envoi.indexer_blocks(p.q, p.k_cache, p.weights, p.seq_lens, p.table, 2048)
+
+
+def _in_blocks() -> Any:
+    p = _problem(LONG, heads=32, key=68)
+    blocks = without_memory((1, 2048), INT32)
+    return envoi.indexer_topk_in_blocks(p.q, p.k_cache, p.weights, p.seq_lens, p.table, blocks, order="any")
+
+
 def _exact(width: int) -> Any:
     orders = without_memory((certificate.NUM_ORDERS + 4,), INT32)  # of a GPU that is certified
     return exact.topk(_problem(width), orders, fast.Order(slots=True, by_score=True))
@@ -82,6 +93,17 @@ KERNELS = (
     case_of(
         "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,
         partial(SET, k=1000), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-of-blocks", "the 2048 best blocks, the newest among them", EVERY_ARCH, _blocks, "select_kernel",
+    ),
+    *(
+        case_of(f"indexer-{name}", about, EVERY_ARCH, call, kernel)
+        for name, about, call, kernel in (
+            ("pool", "the best scores of blocks of tokens", _blocks, "pool_kernel"),
+            ("gather", "the scores of the tokens of some blocks", _in_blocks, "gather_kernel"),
+            ("place", "slots of tokens that were chosen in blocks", _in_blocks, "place_kernel"),
+        )
     ),
     case_of(
         "indexer-select-best-first", "the k best, best first", HOPPER, partial(call_of_fast, "score", SHORT),

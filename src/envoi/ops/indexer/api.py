@@ -9,15 +9,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
 from envoi.ops.indexer.certificate import has_kernels
 from envoi.ops.indexer.layout import BYTES_PER_TOKEN, FP4_BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, is_fp4
-from envoi.ops.indexer.select import orders_for, run
+from envoi.ops.indexer.select import orders_for, run, run_blocks, run_in_blocks
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import exactly, prepared
 
 MOST_HEADS = 64  # products of a tile with more wouldn't fit the registers
 MOST_K = 2048  # what a program of selection puts in order in shared memory
+MOST_BLOCK_TOKENS = 1 << 20  # of a row's blocks
 MODES = ("fast", "exact")
 ORDERS = ("score", "any", "position")
 OUTPUTS = ("slots", "positions")
+BLOCKS = (8, 16, 32, 64, 128)
 
 
 def _given(
@@ -109,6 +111,72 @@ def indexer_topk(
     return (found, errors) if return_errors else found
 
 
+def indexer_blocks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    k: int = 2048,
+    block: int = 8,
+    next_n: int = 1,
+    *,
+    return_errors: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Choose k blocks of neighbouring tokens by their best token's score: [B * next_n, k] int32, ascending, then -1.
+
+    Block i of a sequence has its tokens i * block .. i * block + block - 1. The newest block that a row sees, which may
+    be shorter, is always chosen; a block's score is that of its best token; a tie goes to the lower block.
+    block: 8, 16, 32, 64 or 128 tokens. All else is as in `envoi.indexer_topk` with mode="fast".
+
+    A head of its own, without ReLU or weights, is two heads: its query and that of opposite sign, weights 1 and -1.
+    Source of the definition: the candidate blocks of DeepSeek-V4.1's indexer (block 8, k 2048).
+    """
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
+    _check_block(block)
+    expect_bool("return_errors", return_errors)
+    found, errors = _indexer_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
+    return (found, errors) if return_errors else found
+
+
+def indexer_topk_in_blocks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    blocks: torch.Tensor,
+    k: int = 512,
+    block: int = 8,
+    next_n: int = 1,
+    *,
+    output: str = "slots",
+    order: str = "score",
+    return_errors: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Choose the k best tokens of each row among those in given blocks: [B * next_n, k] int32, -1 after the last.
+
+    blocks [B * next_n, C] int32: numbers of each row's blocks, ascending, none twice, and -1 after the last, as
+    `envoi.indexer_blocks` returns them, of this layer or of one before. block: 8, 16, 32, 64 or 128 tokens. All else is
+    as in `envoi.indexer_topk` with mode="fast". All tokens are scored, whichever blocks are given.
+    """
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
+    _check_block(block)
+    expect_tensor("blocks", blocks, torch.int32, (q.shape[0], "C"), q.device)
+    expect_int("blocks.shape[1]", blocks.shape[1], 1, MOST_BLOCK_TOKENS // block)
+    expect_choice("output", output, OUTPUTS)
+    expect_choice("order", order, ORDERS)
+    expect_bool("return_errors", return_errors)
+    tensors = q, k_cache, weights, seq_lens, block_table, blocks
+    found, errors = _indexer_topk_in_blocks(*tensors, k, block, next_n, output == "slots", order)
+    return (found, errors) if return_errors else found
+
+
+def _check_block(block: int) -> None:
+    if not isinstance(block, int) or block not in BLOCKS:
+        raise ValueError(f"block: expected one of {', '.join(map(str, BLOCKS))}, got {block!r}")
+
+
 def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
     expect_int("next_n", next_n, 1)
     expect_int("k", k, 1, MOST_K)
@@ -148,3 +216,36 @@ def _indexer_topk(
     k: int, mode: str, next_n: int, slots: bool, order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order)
+
+
+def _fake_blocks(q, k_cache, weights, seq_lens, block_table, k, *arguments):
+    rows = q.shape[0]
+    return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
+
+
+def _flops_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n):
+    return _flops(q, k_cache, weights, seq_lens, block_table, k, "fast", next_n)
+
+
+@operator("indexer_blocks", _fake_blocks, _flops_blocks)
+def _indexer_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, block: int, next_n: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return run_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
+
+
+def _fake_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, *arguments):
+    return _fake_blocks(q, k_cache, weights, seq_lens, block_table, k)
+
+
+def _flops_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, block, next_n, *arguments):
+    return _flops(q, k_cache, weights, seq_lens, block_table, k, "fast", next_n)
+
+
+@operator("indexer_topk_in_blocks", _fake_in_blocks, _flops_in_blocks)
+def _indexer_topk_in_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    blocks: torch.Tensor, k: int, block: int, next_n: int, slots: bool, order: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return run_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, block, next_n, slots, order)

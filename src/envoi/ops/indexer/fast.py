@@ -263,10 +263,11 @@ def scores_arguments(
 
 def select_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order,
-    early: bool,
+    early: bool, levels: int | None = None,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
-    """Return grid, arguments and options of `select_kernel`."""
-    levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
+    """Return grid, arguments and options of `select_kernel`. levels: 0 where rows have no groups."""
+    if levels is None:
+        levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
     chunk = next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
     parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
     counters = workspace_of.counters(num_rows, p.q.device)

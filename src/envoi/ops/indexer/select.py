@@ -30,14 +30,50 @@ def run(
         return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
     from envoi.ops.indexer import exact, fast
 
-    expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
-    expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
-    seq_lens, block_table = seq_lens.contiguous(), block_table.contiguous()
-    shares_tiles = orders is None and implementation(q.device) == "hopper"
-    tensors = q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table
-    problem = fast.Problem(*tensors, k, next_n, shares_tiles)
+    problem = _problem(q, k_cache, weights, seq_lens, block_table, k, next_n, orders is None)
     form = fast.Order(slots, order == "score", order == "any")
     return fast.topk(problem, form) if orders is None else exact.topk(problem, orders, form)
+
+
+def run_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, block: int, next_n: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Choose blocks: [rows, k] int32, and errors [rows] int32."""
+    if implementation(q.device) == "torch":
+        check_values(seq_lens, block_table, k_cache.shape[0])
+        out = reference.indexer_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
+        return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
+    from envoi.ops.indexer import blocks as on_device
+
+    return on_device.best_blocks(_problem(q, k_cache, weights, seq_lens, block_table, k, next_n), block)
+
+
+def run_in_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    blocks: torch.Tensor, k: int, block: int, next_n: int, slots: bool, order: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Choose tokens of blocks: [rows, k] int32, and errors [rows] int32."""
+    tensors = q, k_cache, weights, seq_lens, block_table
+    if implementation(q.device) == "torch":
+        check_values(seq_lens, block_table, k_cache.shape[0])
+        out = reference.indexer_topk_in_blocks(*tensors, blocks, k, block, next_n, slots, order)
+        return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
+    from envoi.ops.indexer import blocks as on_device
+    from envoi.ops.indexer import fast
+
+    form = fast.Order(slots, order == "score", order == "any")
+    return on_device.topk_in_blocks(_problem(*tensors, k, next_n), blocks.contiguous(), block, form)
+
+
+def _problem(q, k_cache, weights, seq_lens, block_table, k: int, next_n: int, shares_tiles: bool = True) -> Any:
+    """Return the call as a `fast.Problem`. Raises ValueError for a cache or a table that kernels can't read."""
+    from envoi.ops.indexer import fast
+
+    expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
+    expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
+    tensors = q.contiguous(), k_cache, weights.contiguous(), seq_lens.contiguous(), block_table.contiguous()
+    return fast.Problem(*tensors, k, next_n, shares_tiles and implementation(q.device) == "hopper")
 
 
 def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:
