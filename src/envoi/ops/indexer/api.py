@@ -88,20 +88,15 @@ def indexer_topk(
     Scores of some rows at a time are in scratch memory of 16 MiB, or 64 MiB for more than 512 rows; one row's at least.
     The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
     certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
-    gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS. It
-    does so for other numbers of heads than 32 and 64, too, and for k up to 32.
+    gives an UncertifiedWarning once: `envoi indexer certify` makes one for this GPU, torch and cuBLAS. So it does for
+    other numbers of heads than 32 and 64, and for k up to 32.
 
     Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode uses
     torch's operators, also for the errors of return_errors, and there RuntimeError while a CUDA graph is captured.
     Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
     """
-    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
-    expect_choice("mode", mode, MODES)
-    if mode == "exact" and is_fp4(k_cache):
-        raise ValueError("mode: expected 'fast' with keys in FP4, whose definition has no order of adding, got 'exact'")
-    expect_choice("output", output, OUTPUTS)
-    expect_choice("order", order, ORDERS)
-    expect_bool("return_errors", return_errors)
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n, return_errors)
+    _check_choices(k_cache, mode, output, order)
     if ordered is not None:
         expect_bool("ordered", ordered)
         order = "score" if ordered else "position"
@@ -132,9 +127,8 @@ def indexer_blocks(
     A head of its own, without ReLU or weights, is two heads: its query and that of opposite sign, weights 1 and -1.
     Source of the definition: the candidate blocks of DeepSeek-V4.1's indexer (block 8, k 2048).
     """
-    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n, return_errors)
     _check_block(block)
-    expect_bool("return_errors", return_errors)
     found, errors = _indexer_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
     return (found, errors) if return_errors else found
 
@@ -160,13 +154,11 @@ def indexer_topk_in_blocks(
     `envoi.indexer_blocks` returns them, of this layer or of one before. block: 8, 16, 32, 64 or 128 tokens. All else is
     as in `envoi.indexer_topk` with mode="fast". All tokens are scored, whichever blocks are given.
     """
-    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n, return_errors)
+    _check_choices(k_cache, "fast", output, order)
     _check_block(block)
     expect_tensor("blocks", blocks, torch.int32, (q.shape[0], "C"), q.device)
     expect_int("blocks.shape[1]", blocks.shape[1], 1, MOST_BLOCK_TOKENS // block)
-    expect_choice("output", output, OUTPUTS)
-    expect_choice("order", order, ORDERS)
-    expect_bool("return_errors", return_errors)
     tensors = q, k_cache, weights, seq_lens, block_table, blocks
     found, errors = _indexer_topk_in_blocks(*tensors, k, block, next_n, output == "slots", order)
     return (found, errors) if return_errors else found
@@ -177,7 +169,16 @@ def _check_block(block: int) -> None:
         raise ValueError(f"block: expected one of {', '.join(map(str, BLOCKS))}, got {block!r}")
 
 
-def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
+def _check_choices(k_cache, mode, output, order) -> None:
+    expect_choice("mode", mode, MODES)
+    if mode == "exact" and is_fp4(k_cache):
+        raise ValueError("mode: expected 'fast' with keys in FP4, whose definition has no order of adding, got 'exact'")
+    expect_choice("output", output, OUTPUTS)
+    expect_choice("order", order, ORDERS)
+
+
+def _check(q, k_cache, weights, seq_lens, block_table, k, next_n, return_errors) -> None:
+    expect_bool("return_errors", return_errors)
     expect_int("next_n", next_n, 1)
     expect_int("k", k, 1, MOST_K)
     expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
