@@ -77,13 +77,14 @@ MOE_BLOCK_SCALED = (  # in fp8_block128, beside those of `MOE_OVER_RANKS`
 TRANSPORTS = ("over nccl", "by host")
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
-MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
+MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
 # Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are no
 # powers of two, and many small experts.
 GPT_OSS_20B, GPT_OSS_120B = (2880, 2880, 32, 4), (2880, 2880, 128, 4)
 KIMI_K2_PART = (7168, 2048, 48, 8)  # one rank's experts of eight
 MOE_DECODE = (
-    *((GPT_OSS_20B, m, "mxfp4") for m in (1, 16, 64, 512, 4096)),
+    *((GPT_OSS_20B, m, name) for name in ("mxfp4", "mxfp4_fp8") for m in (1, 16, 64, 512, 2048, 4096)),
+    (GPT_OSS_20B, 2048, "bf16"),
     *((GPT_OSS_20B, m, "int4") for m in (1, 16, 64, 512, 4096)),
     *((KIMI_K2_PART, m, "int4") for m in (1, 16, 64, 512)),
     *((GPT_OSS_120B, m, "mxfp4") for m in (16, 256)),
@@ -93,6 +94,7 @@ MOE_DECODE = (
 )
 # Where others are nearest: FP8 tokens on MXFP4 weights, DeepSeek-V3's shard of eight ranks, Mixtral's large experts.
 MOE_OF_PEERS = (
+    *(((7168, 2048, 32, 8), m, "mxfp4_fp8") for m in (16, 64, 512, 2048)),
     *((GPT_OSS_20B, m, "mxfp4_mxfp8") for m in (1, 16, 64, 512, 4096)),
     *(((7168, 2048, 32, 8), m, "fp8_block128") for m in (16, 64, 512, 2048)),
     *(((4096, 14336, 8, 2), m, "bf16") for m in (16, 256)),
