@@ -92,7 +92,7 @@ def warn_uncertified(name: str) -> None:
 def warn_no_kernels(num_heads: int, k: int) -> None:
     """Warn once a process that the exact mode has no kernels for this number of heads or this k."""
     heads = " or ".join(map(str, HEADS))
-    _warn(f"its kernels are for {heads} heads and k from {LEAST_K} on, not for {num_heads} heads and k = {k}")
+    _warn(f"these are for {heads} heads and k from {LEAST_K} on, not for {num_heads} heads and k = {k}")
 
 
 def _warn(why: str) -> None:
