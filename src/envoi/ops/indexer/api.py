@@ -122,7 +122,7 @@ def indexer_blocks(
 
     Block i of a sequence has its tokens i * block .. i * block + block - 1. The newest block that a row sees, which may
     be shorter, is always chosen; a block's score is that of its best token; a tie goes to the lower block.
-    block: 8, 16, 32, 64 or 128 tokens. All else is as in `envoi.indexer_topk` with mode="fast".
+    block: 8, 16, 32, 64 or 128 tokens. All other arguments are as in `envoi.indexer_topk`, mode "fast".
 
     A head of its own, without ReLU or weights, is two heads: its query and that of opposite sign, weights 1 and -1.
     Source of the definition: the candidate blocks of DeepSeek-V4.1's indexer (block 8, k 2048).
@@ -151,8 +151,8 @@ def indexer_topk_in_blocks(
     """Choose the k best tokens of each row among those in given blocks: [B * next_n, k] int32, -1 after the last.
 
     blocks [B * next_n, C] int32: numbers of each row's blocks, ascending, none twice, and -1 after the last, as
-    `envoi.indexer_blocks` returns them, of this layer or of one before. block: 8, 16, 32, 64 or 128 tokens. All else is
-    as in `envoi.indexer_topk` with mode="fast". All tokens are scored, whichever blocks are given.
+    `envoi.indexer_blocks` returns them, of this layer or of one before. block: 8, 16, 32, 64 or 128 tokens. All other
+    arguments are as in `envoi.indexer_topk`, mode "fast". All tokens are scored, whichever blocks are given.
     """
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n, return_errors)
     _check_choices(k_cache, "fast", output, order)
