@@ -1,5 +1,7 @@
 """`envoi.gemm` and `envoi.grouped_gemm`: accuracy, epilogues, groups, operators, refusals."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -353,3 +355,21 @@ WEIGHTS = normal(2, 64, 256).bfloat16()
 def test_refusals_of_groups(message, changes):
     with pytest.raises(ValueError, match=message):
         grouped_gemm(**({"rows": A, "weights": WEIGHTS, "offsets": OFFSETS} | changes))
+
+
+@pytest.mark.parametrize("schemes", [(None, None), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")])
+def test_a_prepared_call_is_keyed_by_the_tensors_that_there_are(schemes):
+    a, b = (x if s is None else cast_to(x, s) for x, s in zip((normal(4, 128), normal(128, 128)), schemes, strict=True))
+    operands = {"alpha": 0.5, "bias": normal(128)}
+    constants, tensors = gemm.listed(a, b, scale_bias_relu, **operands)
+    assert len(tensors) == (3 if schemes[0] is None else 5) and all(isinstance(x, torch.Tensor) for x in tensors)
+    # What isn't a tensor, and which operand is one, is in the key.
+    swapped = gemm.listed(a, b, scale_bias_relu, alpha=operands["bias"], bias=0.5)
+    assert swapped[0] != constants and [id(x) for x in swapped[1]] == [id(x) for x in tensors]
+
+
+@pytest.mark.parametrize("field", ["scale", "zeros"])
+def test_no_prepared_call_has_a_scale_of_the_whole_tensor_or_zero_points(field):
+    x = cast_to(normal(128, 128), "fp8_row")
+    with pytest.raises(ValueError, match="zero points"):
+        gemm.listed(x, dataclasses.replace(x, **{field: torch.ones(1)}))

@@ -16,6 +16,7 @@ from envoi.ops.gemm.hopper.config import NARROWED, Config, Problem, fitted, why_
 from envoi.ops.gemm.hopper.kernel import gemm_kernel
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.runtime import triton_compat
+from envoi.tune import problems
 from tests.helpers.slow import mostly_slow
 from tools.kernel_cases import gemm_hopper as cases
 from tools.kernel_cases.gemm_hopper import CASES, inputs, planned
@@ -41,7 +42,7 @@ def tile(tokens: int, consumers: int = 2, **changes) -> Config:
 
 @pytest.mark.parametrize("M", [65, 72, 100, 128, 129, 256, 257, 385, 1000, 1591, 5000, 16384])
 def test_tiles_share_all_tokens_equally(M):
-    found = {config.block_y for config in candidates(replace(PLAIN, M=M), STORE) if config.narrowed}
+    found = {config.block_y for config in candidates(replace(PLAIN, M=M), STORE) if config.stored_in_boxes}
     assert found <= set(NARROWED)
     for tokens in found:
         num_tiles = -(-M // tokens)
@@ -95,8 +96,10 @@ def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(cod
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (tile(208, split_k=2), "split_k: expected 1 beside 208 tokens"),
-        (tile(208, swap_ab=False), "block_y: expected a power of two from 8 to 256, or one of (96, 160, 192)"),
+        (tile(208, split_k=2), "split_k: expected 1 beside 208 columns"),
+        (tile(80, swap_ab=False, epilogue_columns=16, split_k=2), "split_k: expected 1 beside 80 columns"),
+        (tile(80, swap_ab=False), "epilogue_columns: expected a multiple of 1 that divides 80, got 64"),
+        (tile(72, swap_ab=False), "block_y: expected a power of two from 8 to 256, or one of (96, 160, 192, 48, 80,"),
         (tile(204), "block_y: expected a power of two from 8 to 256, or one of (24, 40, 48, 56, 72,"),
         (tile(64 + 1), "block_y: expected a power of two"),
         (tile(208, 3, num_stages=3), "consumers: expected at most 100 accumulators"),
@@ -108,6 +111,42 @@ def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(cod
 )  # fmt: skip
 def test_others_are_refused(config, why):
     assert why_not(PLAIN, config, STORE).startswith(why)
+
+
+# Tiles with as many features as divide all of them
+
+
+@pytest.mark.parametrize(
+    ("N", "widths"),
+    [(5120, {80}), (2880, {48, 80, 144, 240}), (11264, {176}), (14336, {112, 224}), (4096, set()), (2624, set())],
+)
+def test_features_are_divided_equally(N, widths):
+    problem = Problem(256, N, 4096, 2)
+    found = [config for config in candidates(problem, STORE) if config.narrowed and not config.swap_ab]
+    assert {config.block_y for config in found} == widths
+    for config in found:
+        assert N % config.block_y == 0 and config.num_chunks * config.epilogue_columns == config.block_y
+        assert config.few_columns and not config.stored_in_boxes and config.split_k == 1
+    assert not any(config.narrowed and not config.swap_ab for config in candidates(replace(problem, M=64), STORE))
+
+
+@pytest.mark.parametrize(("M", "features", "main"), [(256, 80, 64), (320, 144, 128)])
+def test_both_boxes_are_of_the_features(M, features, main):
+    """The second descriptor is of the weights, and a tile stores in chunks that end with its last feature."""
+    shape = problems.GemmShape(M, 40 * features, 1024)
+    call = problems.planned(shape, NUM_SMS).call
+    config = Config(64, 2, features, 64, 8, epilogue_columns=16)
+    config = fitted(host.problem_of(call), config, call.code)
+    arguments = dict(zip(gemm_kernel.arg_names, host.arguments(call, config, NUM_SMS)[1], strict=True))
+    tokens, weights, tail, stored = (arguments[name] for name in ("x_desc", "y_desc", "rest_desc", "desc0"))
+    assert (tokens.shape, tokens.block_shape) == ([M, 1024], [64, 64])
+    assert weights.shape == tail.shape == [40 * features, 1024]
+    assert (weights.block_shape, tail.block_shape) == ([main, 64], [16, 64])
+    assert (stored.shape, stored.block_shape) == ([M, 40 * features], [64, 16])
+    binary = compile_launch(cases.launch_with(call, config), "sm_90")
+    assert set(re.findall(r"m64n(\d+)k16", binary.ptx)) == {str(features)}
+    assert binary.stack_bytes == 0
+    assert binary.shared_bytes <= configs.shared_bytes(host.problem_of(call), config, call.code)
 
 
 # Few tokens

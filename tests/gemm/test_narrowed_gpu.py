@@ -1,4 +1,4 @@
-"""Tiles with just as many tokens as are needed on a GPU: the bits of tiles whose width is a power of two."""
+"""Tiles with just as many tokens, or features, as are needed on a GPU: the bits of widths that are powers of two."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from envoi.epilogues import Col, Row, Tile, epilogue, gelu, row_max, row_sum
 from envoi.epilogues.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
 from envoi.epilogues.reference import evaluate
 from envoi.ops.gemm.hopper import host, tune, two_kernels
-from envoi.ops.gemm.hopper.config import Config, fitted, why_not
+from envoi.ops.gemm.hopper.config import NARROWED_FEATURES, Config, fitted, why_not
 from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix, QuantTensor
@@ -57,10 +57,17 @@ def tile(tokens: int, consumers: int, k: int, pingpong: bool = False) -> Config:
     return Config(64, consumers, tokens, k, 12, swap_ab=True, pingpong=pingpong)
 
 
-def assert_right(tokens: int, consumers: int, pingpong: bool, ep, kind: str, M: int, N: int, K: int, **named) -> None:
+def of_features(features: int, consumers: int, k: int, pingpong: bool = False) -> Config:
+    columns = min(64, features & -features)
+    return Config(64, consumers, features, k, 12, epilogue_columns=columns, pingpong=pingpong)
+
+
+def assert_right(
+    width: int, consumers: int, pingpong: bool, ep, kind: str, M: int, N: int, K: int, make=tile, **named
+) -> None:  # fmt: skip
     k = 128 if kind == "fp8_row" else 64
     a, b, operands = matrix(M, K, kind, 0), matrix(N, K, kind, 1), operands_of(ep, M, N)
-    got = run(a, b, ep, operands, tile(tokens, consumers, k, pingpong), **named)
+    got = run(a, b, ep, operands, make(width, consumers, k, pingpong), **named)
     one = Config(64, 2, 128, k, 4, epilogue_columns=64)
     for x, y in zip(got, run(a, b, ep, operands, one, **named), strict=True):
         assert_same_bits(x, y)
@@ -94,6 +101,22 @@ def test_wide_tiles(tokens, consumers, pingpong):
 def test_epilogues(ep, tokens, consumers, pingpong, kind):
     for M in (81, 500):
         assert_right(tokens, consumers, pingpong, ep, kind, M, 1104, 384)
+
+
+@pytest.mark.parametrize(("consumers", "pingpong"), CONSUMERS[:3])
+@pytest.mark.parametrize("features", NARROWED_FEATURES)
+def test_tiles_of_a_divisor_of_the_features(features, consumers, pingpong):
+    """The last tile of the second N has columns after the last feature, which aren't stored."""
+    for M, N in ((65, 7 * features), (200, 3 * features + 8), (1000, 5 * features)):
+        assert_right(features, consumers, pingpong, store, "bf16", M, N, 264, of_features)
+
+
+@pytest.mark.parametrize("ep", [scale_bias_relu, gelu_residual, linear, two_outputs], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize(("features", "consumers", "pingpong"), [(80, 2, False), (176, 1, False), (144, 2, True)])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row"])
+def test_epilogues_on_a_divisor_of_the_features(ep, features, consumers, pingpong, kind):
+    for M in (81, 500):
+        assert_right(features, consumers, pingpong, ep, kind, M, 9 * features, 384, of_features)
 
 
 @pytest.mark.parametrize(("kind", "K"), [("fp16", 72), ("bf16", 8), ("fp8_row", 16), ("fp8_row", 4096), ("bf16", 6152)])

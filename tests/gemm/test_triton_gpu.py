@@ -61,8 +61,6 @@ def test_formats(for_a, for_b):
 def test_block_scaled_products(for_a, for_b, monkeypatch):
     monkeypatch.setattr(triton_host, "scales_products", lambda device: True)  # on Hopper Triton widens them itself
     for m, n, k in ((17, 130, 160), (60, 40, 384), (300, 520, 512)):
-        if k % 128 and "128" in for_a:
-            continue
         a, b = cast(normal(m, k), for_a), cast(normal(n, k, seed=1), for_b)
         assert relative_error(run(a, b, store)[0], oracle(a, b)) < 1e-6
     rows, weights = cast(normal(32, 128), for_a), cast(normal(4, 24, 128, seed=1), for_b)

@@ -78,7 +78,7 @@ KNOWN: dict[str, dict[str, Known]] = {
 
 # Required instructions by the start of a case's name, the first that fits: {family: pattern of all its names}.
 BLACKWELL_CORE = r"UTC\w*MMA"
-BLOCK_SCALED_CORE = "UTCQMMA"  # of these FP8 and FP4 under UE8M0 factors, here
+BLOCK_SCALED_CORE = "UTCQMMA"  # of FP8, and of FP4 beside it, under UE8M0 factors
 LOADS = {"TMA load": "UTMALDG"}
 NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     (

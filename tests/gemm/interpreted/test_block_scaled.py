@@ -21,9 +21,9 @@ from tests.moe.test_moe import BOUNDS
 from tools.oracles.gemm import oracle
 from tools.oracles.moe import moe_oracle
 
-SCALED = [("mxfp8", "mxfp4"), ("fp8_row", "mxfp4"), ("fp8_1x128", "mxfp4"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"),
-          ("fp8_row", "mxfp8"), ("mxfp8", "fp8_row")]  # fmt: skip
-WIDENED = [("nvfp4", "nvfp4"), ("fp8_row", "fp8_row"), (None, "mxfp4"), (None, None)]
+SCALED = [("mxfp8", "mxfp4"), ("fp8_row", "mxfp4"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("fp8_row", "mxfp8"),
+          ("mxfp8", "fp8_row"), ("fp8_tensor", "mxfp4")]  # fmt: skip
+WIDENED = [("nvfp4", "nvfp4"), ("fp8_row", "fp8_row"), ("fp8_1x128", "mxfp4"), (None, "mxfp4"), (None, None)]
 
 
 def numbers(data: np.ndarray, is_pairs: bool) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_other_formats_are_widened(for_a, for_b, products):
 
 def test_groups_of_other_sizes_are_widened(products):
     a = quantize(normal(17, 192), "mxfp8")
-    wide = QuantTensor(a.values, a.sf[:, ::2].contiguous(), (1, 64))
+    wide = QuantTensor(a.values, a.sf.view(torch.uint8)[:, ::2].contiguous().view(a.sf.dtype), (1, 64))
     b = quantize(normal(24, 192, seed=1), "fp8_row")
     assert relative_error(gemm(wide, b, out_dtype=torch.float32), oracle(wide, b)) < 1e-6
     assert not products

@@ -26,17 +26,23 @@ QUANTISED = (torch.float8_e4m3fn, torch.uint8)
 SCALES = (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
-def constants_of(x: Any, tensors: list[torch.Tensor | None]) -> tuple | None:
-    """Append a matrix's tensors to a list, and return all else that a call with it depends on."""
+def constants_of(x: Any, tensors: list[torch.Tensor]) -> tuple | None:
+    """Append a matrix's tensors to a list, and return all else that a call with it depends on.
+
+    Raises ValueError for a scale of the whole tensor and for zero points, which are for the call itself to judge. None
+    in their place would take a tenth of a prepared call's time.
+    """
     if type(x) is not QuantTensor:
         tensors.append(x)
         return None
-    tensors += x.values, x.sf, x.scale, x.zeros
+    if x.scale is not None or x.zeros is not None:
+        raise ValueError("a scale for the whole tensor, or zero points")
+    tensors += x.values, x.sf
     return x.group, x.scales_at_most_2, x.order
 
 
 def _given(a, b, epilogue=None, *, out_dtype=None, batch_invariant=False, **operands):
-    tensors: list[torch.Tensor | None] = []
+    tensors: list[torch.Tensor] = []
     sides = constants_of(a, tensors), constants_of(b, tensors)
     settings = sides, epilogue, out_dtype, exactly(batch_invariant)
     if not operands:
@@ -45,7 +51,8 @@ def _given(a, b, epilogue=None, *, out_dtype=None, batch_invariant=False, **oper
     for value in operands.values():
         is_tensor = isinstance(value, torch.Tensor)
         numbers.append(None if is_tensor else exactly(value))
-        tensors.append(value if is_tensor else None)
+        if is_tensor:
+            tensors.append(value)
     return (*settings, *operands, *numbers), tensors
 
 

@@ -177,11 +177,12 @@ class Prepared:
     def run(self, addresses: Sequence[int], stream: int, given: Given = NOTHING_GIVEN) -> Any:
         """Make the launches for inputs at these addresses; return the result. The device must be the current one."""
         driver = self._driver
-        if given.out is not None:
-            check_out(given.out, self._outputs, self._device)
-        if given.workspace is not None:
-            check_workspace(given.workspace, 4 * self._scratch_floats, self._device)
-        outputs = [driver.empty(*form) for form in self._outputs] if given.out is None else given.out
+        out, memory = given
+        if out is not None:
+            check_out(out, self._outputs, self._device)
+        if memory is not None:
+            check_workspace(memory, 4 * self._scratch_floats, self._device)
+        outputs = [driver.empty(*form) for form in self._outputs] if out is None else out
         try:
             frame = self._free.pop()
         except IndexError:  # all are in use by other threads
@@ -194,11 +195,11 @@ class Prepared:
         kept = self._scratch
         scratch: Any = None
         captured = (kept is not None or bool(self._of_kept)) and driver.is_capturing()
-        if captured or given.workspace is not None:
+        if captured or memory is not None:
             kept = None
         if self._scratch_floats:
-            if given.workspace is not None:
-                scratch = given.workspace
+            if memory is not None:
+                scratch = memory
             elif kept is None:
                 scratch = driver.empty((self._scratch_floats,), (1,), torch.float32)
             else:

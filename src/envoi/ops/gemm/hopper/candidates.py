@@ -5,18 +5,22 @@ from dataclasses import replace
 from envoi.epilogues.lower import Lowered
 from envoi.ops.gemm.hopper.config import (
     FEW_TOKENS,
+    HIGH_BANDS,
+    L2_KEEPS,
     LONG_K,
+    LOW_BANDS,
     NARROWED,
+    NARROWED_FEATURES,
     PINGPONG_MAX_ROWS_LONG_K,
     PINGPONG_ROWS,
-    SHARED_FROM,
     TWO_WIDTHS,
     Config,
     Problem,
     fitted,
     why_not,
 )
-from envoi.ops.gemm.hopper.time_model import predicted_cycles
+from envoi.ops.gemm.hopper.time_model import predicted_cycles, rows_of_neighbours, sent_cycles, tensor_cycles
+from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv, next_power_of_2
 
 
@@ -69,7 +73,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     if not problem.num_groups:
         found += two_widths(k)
         found += narrowed_configs(problem.M, k) if code.elementwise else []
-    found = [fitted(problem, config, code) for config in found]
+        found += narrowed_features(problem.N, k) if code.elementwise and problem.M > FEW_TOKENS else []
+    found = [fitted(problem, in_bands(problem, config), code) for config in found]
     return [config for config in dict.fromkeys(found) if not why_not(problem, config, code)]
 
 
@@ -119,9 +124,42 @@ def narrowed_configs(num_tokens: int, k: int) -> list[Config]:
     for tokens in widths:
         shared = Config(64, 2, tokens, k, 12, swap_ab=True)
         found += [replace(shared, num_consumers=1), replace(shared, pingpong=True)]
-        if tokens >= SHARED_FROM:
-            found += [shared, replace(shared, num_consumers=3)]
+        found += [shared, replace(shared, num_consumers=3)]
     return found
+
+
+def narrowed_features(num_features: int, k: int) -> list[Config]:
+    """Return configs with the tokens on the M side, whose tiles have as many features as divide all of them.
+
+    k: elements of K in a stage.
+    """
+    found: list[Config] = []
+    for features in NARROWED_FEATURES:
+        if num_features % features == 0:
+            shared = Config(64, 2, features, k, 12, epilogue_columns=min(64, features & -features))
+            found += [shared, replace(shared, num_consumers=1), replace(shared, pingpong=True)]
+    return found
+
+
+def in_bands(problem: Problem, config: Config) -> Config:
+    """Return a plain GEMM's config with tiles walked in bands for which the L2 sends no more than it has to.
+
+    Bands are high, so that y, which is read once a band, comes from memory seldom; where neighbours would ask the L2
+    for more than it sends while they multiply, lower ones, the lowest if the L2 keeps y.
+    """
+    if problem.num_groups or problem.M <= FEW_TOKENS:
+        return config
+    y_bytes = (problem.M if config.swap_ab else problem.N) * problem.K * problem.element_bytes
+    tensor = tensor_cycles(config, config.block_k * problem.element_bytes)
+
+    def rows(config: Config) -> float:
+        return sum(rows * share for rows, share in rows_of_neighbours(problem, config))
+
+    def cycles(config: Config) -> int:
+        return round(sent_cycles(problem, config, tensor, H200.num_sms))
+
+    high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
+    return min([*sorted(high, key=rows), *low[y_bytes > L2_KEEPS :]], key=cycles)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

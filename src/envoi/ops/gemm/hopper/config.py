@@ -21,7 +21,10 @@ MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed
 MOST_OF_THREE_FP8 = 96  # of them in FP8, whose factors take registers too
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
 NARROWED = tuple(y for y in range(24, 256, 8) if y & (y - 1))  # tokens of a tile whose instructions are `narrowed`
-SHARED_FROM = 96  # of them from which consumers share a tile: of fewer, the L2 would have to send too much
+NARROWED_FEATURES = tuple(y for y in range(48, 256, 16) if y & (y - 1) and y not in TWO_WIDTHS)  # the same of features
+NEIGHBOURS = 8  # multiprocessors that CTAs after each other lie on, and to which the L2 sends once what all ask for
+HIGH_BANDS, LOW_BANDS = (8, 16), (2, 4)  # rows of tiles that are walked together
+L2_KEEPS = 25 << 20  # bytes of one side of a GEMM that the L2 of an H200 keeps from one band to the next: half of it
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -32,8 +35,8 @@ class Config(Constant):
     rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
         Three, in a plain GEMM only, have at most 64 accumulators a thread, if `narrowed` `MOST_OF_THREE`.
-    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, or with swap_ab
-        one of `NARROWED`, by instructions that Triton has no tensor for.
+    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, one of
+        `NARROWED_FEATURES` or with swap_ab one of `NARROWED`, by instructions that Triton has no tensor for.
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks (of tokens if `stored_in_boxes`), and the ring
         through which TMA stores them.
@@ -99,12 +102,17 @@ class Config(Constant):
     @property
     def narrowed(self) -> bool:
         """Return True if block_y is no power of two, and one instruction computes it: see `runtime.narrow_wgmma`."""
-        return self.swap_ab and self.block_y & self.block_y - 1 > 0
+        return self.block_y & self.block_y - 1 > 0 and (self.swap_ab or self.block_y not in TWO_WIDTHS)
+
+    @property
+    def few_columns(self) -> bool:
+        """Return True if chunks are cut from an accumulator of which only the first block_y columns are the tile's."""
+        return self.narrowed and (not self.swap_ab or self.stored_in_boxes)
 
     @property
     def stored_in_boxes(self) -> bool:
         """Return True if narrowed, with so many tokens that TMA stores them, and loads operands of the epilogue."""
-        return self.narrowed and self.block_y > FEW_TOKENS
+        return self.narrowed and self.swap_ab and self.block_y > FEW_TOKENS
 
     @property
     def main_y(self) -> int:
@@ -230,7 +238,7 @@ def _why_not_consumers(c: Config) -> str:
         return f"consumers: expected at most 64 accumulators a thread of four warps for three, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
-    others = NARROWED if c.swap_ab else TWO_WIDTHS
+    others = NARROWED if c.swap_ab else (*TWO_WIDTHS, *NARROWED_FEATURES)
     if (c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256) and c.block_y not in others:
         return f"block_y: expected a power of two from 8 to 256, or one of {others}, got {c.block_y}"
     if accumulator_registers(c) > MAX_ACCUMULATORS:
@@ -250,11 +258,13 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
         return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
-    if c.stored_in_boxes:
+    if c.few_columns:
         # Stores from registers would be right too, since rows after a tile's last are masked; none were measured.
-        lowered = code.elementwise and len(code.tma_outputs) == len(code.output_specs)
-        few = f"at most {FEW_TOKENS} tokens or a power of two"
-        return "" if lowered else f"block_y: expected {few} unless outputs are elementwise and stored by TMA"
+        if not code.elementwise or len(code.tma_outputs) != len(code.output_specs):
+            widths = f"at most {FEW_TOKENS} tokens or a power of two"
+            return f"block_y: expected {widths} unless outputs are elementwise and stored by TMA"
+        if c.stored_in_boxes:
+            return ""
     if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
@@ -270,9 +280,9 @@ def _why_not_narrowed(problem: Problem, c: Config) -> str:
     if not c.narrowed:
         return ""
     if problem.num_groups or problem.scaled or c.rows_per_consumer != 64:
-        return f"block_y: expected a power of two unless in a plain GEMM of 64 features a consumer, got {c.label()}"
-    if c.stored_in_boxes and c.split_k > 1:
-        return f"split_k: expected 1 beside {c.block_y} tokens, no power of two, got {c.split_k}"
+        return f"block_y: expected a power of two unless in a plain GEMM of 64 rows a consumer, got {c.label()}"
+    if c.few_columns and c.split_k > 1:
+        return f"split_k: expected 1 beside {c.block_y} columns, no power of two, got {c.split_k}"
     if c.block_k * problem.element_bytes > 128:  # longer rows are kept in parts, far apart in views of many rows
         return f"block_k: expected rows of at most 128 bytes in a stage, got {c.block_k} elements"
     if c.stored_in_boxes and c.epilogue_columns % c.small_box:

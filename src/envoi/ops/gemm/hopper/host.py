@@ -368,7 +368,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     weights = weights_descriptor(call, boxes[config.swap_ab], config)
     rest = weights_descriptor(call, config.rest_y, config) if config.rest_y else None
     if config.narrowed:
-        rest = descriptor(call.a, config.small_box, config.block_k)
+        small = config.small_box
+        rest = descriptor(call.a, small, config.block_k) if config.swap_ab else weights_descriptor(call, small, config)
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups

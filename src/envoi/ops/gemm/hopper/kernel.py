@@ -75,7 +75,7 @@ def gemm_kernel(
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
 
     x_desc, y_desc: TMA descriptors of the operands. desc0, desc1: of outputs; desc2, desc3: of epilogue operands; None
-    where there is none. rest_desc: of y in boxes of its second width, or of a narrowed tile's last tokens, or None. The
+    where there is none. rest_desc: of y in boxes of its second width, or of a narrowed tile's last rows, or None. The
     other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and `BlockScales`, which document
     them. They are flat because a launch takes no descriptor within a tuple. trace: see `runtime.timeline_device`.
     """

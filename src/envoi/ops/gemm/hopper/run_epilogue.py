@@ -119,7 +119,7 @@ def run_epilogue(accs, tile, first_slot, is_split, tiles_done, buffers, epilogue
         code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
     own = of_tile(tile, epilogue)
     acc = as_chunked(accs[0], code, cfg)
-    m_end = gl.minimum(tile.row_end, m + cfg.block_y) if cfg.narrowed else tile.row_end
+    m_end = gl.minimum(tile.row_end, m + cfg.block_y) if cfg.narrowed and cfg.swap_ab else tile.row_end
     out = OutputTile(m, n, m_end, first_slot, is_split)
     chunks = ChunkArgs(own, buffers, tiles_done)
     partials = apply_in_chunks(acc, out, chunks, 0)
@@ -189,7 +189,7 @@ def apply_in_chunks(acc, out, args, COLUMN: gl.constexpr):
         left, right = halves(acc)
         half: gl.constexpr = acc.shape[1] // 2
         a = apply_in_chunks(left, out, args, COLUMN)
-        if cfg.stored_in_boxes and COLUMN + half >= cfg.block_y:
+        if cfg.few_columns and COLUMN + half >= cfg.block_y:
             return a
         else:
             b = apply_in_chunks(right, out, args, COLUMN + half)

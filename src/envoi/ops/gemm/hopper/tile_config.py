@@ -114,6 +114,11 @@ class TileConfig(Protocol):
         ...
 
     @property
+    def few_columns(self) -> bool:
+        """Return True if chunks are cut from an accumulator of which only the first block_y columns are the tile's."""
+        ...
+
+    @property
     def small_box(self) -> int:
         """Return the tokens of a TMA box that stores outputs, if `stored_in_boxes`."""
         ...
@@ -176,6 +181,7 @@ class EqualTiles(Constant):
     columns_ahead = False
     narrowed = False
     stored_in_boxes = False
+    few_columns = False
     epilogue_in_place = False
     small_box = 0
     tiles_per_unit = 1

@@ -236,7 +236,7 @@ class TileScheduler:
         """
         problem = self.problem
         missing = -problem.M & (box - 1)
-        if problem.cfg.narrowed:
+        if problem.cfg.narrowed and problem.cfg.swap_ab:
             missing = (problem.M + block - 1) // block * block - problem.M
         if problem.cfg.split_k > 1 and problem.num_whole_tiles > 0:
             missing = 0

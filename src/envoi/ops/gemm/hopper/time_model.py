@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, erfc, exp, hypot, sqrt
 
-from envoi.ops.gemm.hopper.config import FEW_TOKENS, Config, Problem
+from envoi.ops.gemm.hopper.config import FEW_TOKENS, NEIGHBOURS, Config, Problem
 from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv
 
@@ -31,7 +31,8 @@ class Costs:
     each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every consumer
     has for each of its accumulator's values of a thread; those kept are still in the instruction cache. own_row,
     shared_bytes: loads of a token's row count as so many where an expert has many, and how much one multiprocessor
-    loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them.
+    loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them. l2_sends: bytes
+    that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS ask for at once counted once.
     """
 
     launch: float = H200.launch_cycles
@@ -61,6 +62,7 @@ class Costs:
     value_code: float = 100
     own_row: float = 2.25
     shared_bytes: float = 100
+    l2_sends: float = 5280
 
 
 COSTS = Costs()
@@ -121,9 +123,7 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     Rows of a box outside of the matrix are slow to fill with zeros, unless the whole box is outside.
     """
     row_bytes = config.block_k * problem.element_bytes
-    second = max(config.rest_y / 2, costs.rest) if config.rest_y else 0.0
-    columns = config.block_y if config.narrowed else config.main_y
-    tensor = config.block_x / 64 * row_bytes / 32 * (max(columns / 2, 16) + second)
+    tensor = tensor_cycles(config, row_bytes, costs)
     loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
     if _shares_weights(problem) and not config.swap_ab:
         loads = (costs.own_row * config.block_x + config.block_y) * row_bytes / costs.shared_bytes
@@ -145,10 +145,49 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         added = (costs.scaled_block + costs.scaled_column * token_columns) * config.block_k / 128
     if lines := _lines_outside_halves(problem, config, row_bytes):
         outside = lines * num_sms / costs.outside_lines  # one multiprocessor fills a share of what all fill
+    if not problem.num_groups and problem.M > FEW_TOKENS:
+        units = tiles + tiles % num_sms * (config.split_k - 1)
+        tensor = sent_cycles(problem, config, tensor, min(units, num_sms), costs)
     whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
     if lines:
         whole += (low - whole) / cdiv(problem.N, config.block_n)
     return factor * (whole + added), factor * (low + added)
+
+
+def tensor_cycles(config: Config, row_bytes: int, costs: Costs = COSTS) -> float:
+    """Return the cycles in which the tensor cores multiply a step along K of a tile, row_bytes of each row."""
+    second = max(config.rest_y / 2, costs.rest) if config.rest_y else 0.0
+    columns = config.block_y if config.narrowed else config.main_y
+    return config.block_x / 64 * row_bytes / 32 * (max(columns / 2, 16) + second)
+
+
+def sent_cycles(problem: Problem, config: Config, tensor: float, num_ctas: int, costs: Costs = COSTS) -> float:
+    """Return the cycles of a step of a plain GEMM, as far as tensor cores and what the L2 sends decide, in the mean.
+
+    tensor: cycles of the tensor cores.
+    """
+    row_bytes = config.block_k * problem.element_bytes
+    each = row_bytes / NEIGHBOURS * num_ctas / costs.l2_sends
+    return sum(share * max(tensor, rows * each) for rows, share in rows_of_neighbours(problem, config))
+
+
+def rows_of_neighbours(problem: Problem, config: Config) -> list[tuple[float, float]]:
+    """Return how many rows of x and y NEIGHBOURS tiles after each other have together, and in which share of a GEMM.
+
+    Tiles go down a band of `swizzle_rows` rows of tiles, then one column to the right (`TileScheduler.dense_tile`);
+    the last band may be lower.
+    """
+    num_x, num_y = cdiv(problem.M, config.block_m), cdiv(problem.N, config.block_n)
+    if config.swap_ab:
+        num_x, num_y = num_y, num_x
+    height = min(config.swizzle_rows, num_x)
+    found = []
+    for band, share in ((height, num_x // height * height / num_x), (num_x % height, num_x % height / num_x)):
+        if band:
+            columns = max(1.0, min(num_y, NEIGHBOURS / band))
+            rows = min(num_x, NEIGHBOURS / columns) * config.block_x + columns * config.block_y
+            found.append((rows, share))
+    return found
 
 
 def _lines_outside_halves(problem: Problem, config: Config, row_bytes: int) -> float:

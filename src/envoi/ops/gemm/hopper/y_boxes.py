@@ -3,7 +3,7 @@
     kind        block_y, the rows of y in a tile            boxes of a stage                    accumulators
     OneWidth    a power of two                              one; two of a wide tail tile        one
     TwoWidths   main_y + rest_y features, 96, 160 or 192    one of each width, in two buffers   one for each width
-    Narrowed    tokens, no power of two: one instruction    some of main_y rows, then some of   one, tensor_y columns
+    Narrowed    no power of two: one instruction            some of main_y rows, then some of   one, tensor_y columns
                 (`runtime.narrow_wgmma`)                    small_box, in one buffer
 
 A tile's config decides its kind (`new_y_boxes`); `Pipeline` calls `load` and `operand` of whichever it has.
@@ -88,7 +88,7 @@ class TwoWidths:
 
 @aggregate
 class Narrowed:
-    """Boxes of block_y tokens in all, in one buffer, which the tensor cores see as the first of tensor_y."""
+    """Boxes of block_y rows in all, in one buffer, which the tensor cores see as the first of tensor_y."""
 
     # [num_stages * block_y / 8, 8, block_k], or [num_stages, tensor_y, block_k] if Triton can't view those as more
     bufs: gl.shared_memory_descriptor

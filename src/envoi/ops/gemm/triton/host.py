@@ -124,16 +124,21 @@ def side_of(x: Matrix) -> Side:
 
 
 def sides_of(a: Matrix, b: Matrix) -> tuple[Side, Side]:
-    """Return the formats of both matrices, block-scaled if one is MX and the GPU's tensor cores can multiply them."""
+    """Return the formats of both matrices, block-scaled if one is MX and the GPU's tensor cores can multiply them.
+
+    Without MX both would have factors of 1 in all steps, which Triton 3.6 doesn't compile.
+    """
     A, B = side_of(a), side_of(b)
     can = scales_products(a.device) and "e8m0" in (A.scale, B.scale) and all(map(_is_block_scaled, (A, B)))
     return replace(A, block_scaled=can), replace(B, block_scaled=can)
 
 
 def _is_block_scaled(side: Side) -> bool:
-    """Return True for E4M3 and E2M1 under UE8M0 factors for 32 of K, or float32 ones for multiples of that."""
-    known = side.group_k == MX_GROUP if side.scale == "e8m0" else side.scale == "f32" and not side.group_k % MX_GROUP
-    return known and side.values != "plain"
+    """Return True for E4M3 and E2M1 under UE8M0 factors for 32 of K, or float32 ones for all of K.
+
+    With float32 factors for a part of K a tile is in registers twice, which spills.
+    """
+    return side.values != "plain" and (side.scale, side.group_k) in (("e8m0", MX_GROUP), ("f32", 0))
 
 
 def matrix_argument(x: Matrix) -> tuple:
