@@ -46,7 +46,7 @@ ROUTER_DENSE_N = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 MOE_V4, MOE_SMALL, MOE_V3 = (4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8)
 MOE_OVER_RANKS = (
-    *((MOE_V4, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 512, 2048, 8192)),
+    *((MOE_V4, m, name) for name in ("fp8_block128", "fp8_row", "mxfp4_fp8") for m in (64, 512, 2048, 8192)),
     (MOE_V4, 2048, "bf16"),
     (MOE_V4, 64, "mxfp4_mxfp8"),
     (MOE_V4, 64, "mxfp4"),
@@ -77,22 +77,25 @@ MOE_BLOCK_SCALED = (  # in fp8_block128, beside those of `MOE_OVER_RANKS`
 TRANSPORTS = ("over nccl", "by host")
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
-MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
-# Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are no
-# powers of two, and many small experts.
+MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
+# Mostly few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are
+# no powers of two, and many small experts.
 GPT_OSS_20B, GPT_OSS_120B = (2880, 2880, 32, 4), (2880, 2880, 128, 4)
 KIMI_K2_PART = (7168, 2048, 48, 8)  # one rank's experts of eight
 MOE_DECODE = (
-    *((GPT_OSS_20B, m, "mxfp4") for m in (1, 16, 64, 512, 4096)),
+    *((GPT_OSS_20B, m, name) for name in ("mxfp4", "mxfp4_fp8") for m in (1, 16, 64, 512, 2048, 4096)),
+    *((GPT_OSS_20B, m, "bf16") for m in (64, 256, 2048)),
     *((GPT_OSS_20B, m, "int4") for m in (1, 16, 64, 512, 4096)),
     *((KIMI_K2_PART, m, "int4") for m in (1, 16, 64, 512)),
     *((GPT_OSS_120B, m, "mxfp4") for m in (16, 256)),
     *(((2048, i, 32, 4), 16, "mxfp4") for i in (768, 1024, 1408, 1536, 2048)),
-    *((MOE_SMALL, m, "bf16") for m in (1, 16, 64)),  # Qwen3-30B-A3B; its 64 tokens in fp8_block128 are above
-    *((MOE_SMALL, m, "fp8_block128") for m in (1, 16)),
+    # Qwen3-30B-A3B; its 64 tokens in fp8_block128 are above.
+    *((MOE_SMALL, m, "bf16") for m in (1, 16, 64, 128, 256, 8192)),
+    *((MOE_SMALL, m, "fp8_block128") for m in (1, 16, 128, 256)),
 )
 # Where others are nearest: FP8 tokens on MXFP4 weights, DeepSeek-V3's shard of eight ranks, Mixtral's large experts.
 MOE_OF_PEERS = (
+    *(((7168, 2048, 32, 8), m, "mxfp4_fp8") for m in (16, 64, 512, 2048)),
     *((GPT_OSS_20B, m, "mxfp4_mxfp8") for m in (1, 16, 64, 512, 4096)),
     *(((7168, 2048, 32, 8), m, "fp8_block128") for m in (16, 64, 512, 2048)),
     *(((4096, 14336, 8, 2), m, "bf16") for m in (16, 256)),
@@ -319,6 +322,7 @@ def _moe_cases() -> list[Case]:
     shapes += [
         MoeShape(*MOE_V4, 2048, "fp8_block128", skew, zipf=zipf) for skew, zipf in ((MOE_SKEW, 0.0), (1.0, MOE_ZIPF))
     ]
+    shapes.append(MoeShape(*MOE_V4, 2048, "mxfp4_fp8", zipf=MOE_ZIPF))
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in (*MOE_DECODE, *MOE_OF_PEERS)]

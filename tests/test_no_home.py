@@ -17,6 +17,7 @@ from envoi.runtime.devices import Target
 from envoi.runtime.planned_kernels import compile_here, find
 from envoi.tune import command as tuning
 from tests.helpers import fresh, stranger
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tools.oracles.indexer_workloads import one
 
@@ -89,7 +90,7 @@ def exercise() -> dict[str, object]:
     return said
 
 
-@pytest.mark.parametrize("home", ["", "read-only"])
+@pytest.mark.parametrize("home", mostly_slow(["", "read-only"], quick=[""]))
 def test_a_user_of_no_passwd_entry_needs_no_home(tmp_path, monkeypatch, home):
     monkeypatch.delenv("ENVOI_CACHE_DIR", raising=False)
     own, triton_cache, closed = (tmp_path / name for name in ("own", "triton", "own/closed"))

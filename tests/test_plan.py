@@ -39,6 +39,12 @@ def test_a_call_without_tokens_has_no_launches():
     assert program.plan(envoi.moe.__wrapped__, given, {}, tensors, Target("sm_90")).refusal == ""
 
 
+def test_float32_is_left_to_torch():
+    sides = meta(64, 64, dtype=torch.float32), meta(64, 64, dtype=torch.float32)
+    planned = program.plan(envoi.gemm.__wrapped__, sides, {}, sides, Target("sm_90"))
+    assert not planned.launches and "between the launches" in planned.refusal
+
+
 def test_a_choices_own_tensors_take_no_workspace():
     sizes = []
     for _ in range(2):  # the first makes what the second finds

@@ -65,6 +65,7 @@ def _makers(shape: MoeShape) -> dict[str, Maker]:
             "vllm_marlin": vllm_marlin, "triton_kernels": triton_kernels, "humming_w4a16": peer_humming.w4a16,
             "flashinfer": peer_flashinfer.mxfp4,
         },
+        "mxfp4_fp8": {"humming_w4a8": peer_humming.w4a8},
         "mxfp4_mxfp8": {"humming_w4a8": peer_humming.w4a8},
     }.get(shape.format, {})  # fmt: skip
 

@@ -5,6 +5,7 @@ import torch
 
 from envoi.ops.gemm.triton import host as triton_host
 from tests.gemm.interpreted.sides import assert_close, expected, whole
+from tests.gemm.interpreted.test_block_scaled import SCALED
 from tests.gemm.interpreted.test_operations import CLOSE, EXACT, ending, values
 from tests.gemm.interpreted.test_products import GROUPS, PAIRINGS, cast, store
 from tests.helpers.accuracy import relative_error
@@ -54,6 +55,20 @@ def test_formats(for_a, for_b):
     for m, n, k in ((17, 130, 256), (300, 520, 512)):
         a, b = cast(normal(m, k), for_a), cast(normal(n, k, seed=1), for_b)
         assert relative_error(run(a, b, store)[0], oracle(a, b)) < 1e-6
+
+
+@pytest.mark.parametrize(("for_a", "for_b"), SCALED)
+def test_block_scaled_products(for_a, for_b, monkeypatch):
+    monkeypatch.setattr(triton_host, "scales_products", lambda device: True)  # on Hopper Triton widens them itself
+    for m, n, k in ((17, 130, 160), (60, 40, 384), (300, 520, 512)):
+        a, b = cast(normal(m, k), for_a), cast(normal(n, k, seed=1), for_b)
+        assert relative_error(run(a, b, store)[0], oracle(a, b)) < 1e-6
+    rows, weights = cast(normal(32, 128), for_a), cast(normal(4, 24, 128, seed=1), for_b)
+    offsets = [0, 5, 9, 9, 20]
+    assert (
+        relative_error(run(rows, weights, store, offsets)[0], expected(rows, weights, store, offsets, wide=True)[0])
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import envoi
 from envoi.ops.moe import packing
@@ -29,7 +30,7 @@ def drawn(seed: int) -> dict:
         "format": draw.choice([*FORMATS, "int4"] if draw.random() < 0.05 else [*FORMATS]),
         "activation": draw.choice(ACTIVATIONS),
         "hidden": draw.choice(SIZES), "intermediate": draw.choice(SIZES[1:]),
-        "num_experts": draw.choice((1, 8, 40)), "top_k": draw.choice((1, 2, 8)),
+        "num_experts": draw.choice((1, 3, 8)), "top_k": draw.choice((1, 2, 8)),
         "bias": draw.random() < 0.3, "swiglu_limit": draw.choice((None, None, None, 7.0, 7.0, 0.0)),
         "swiglu_alpha": draw.choice((None, None, None, None, None, 1.5)),
         "weight_block_size": draw.choice((None, None, None, None, (128, 128), (128, 128), (256, 128), (64, 64))),
@@ -140,8 +141,23 @@ def test_a_map_is_checked():
 def test_a_mapped_call_can_be_planned():
     experts = ExpertWeights(meta(4, 512, 256), meta(4, 256, 256), "bf16")
     slots = meta(600, 8, dtype=torch.float32), meta(600, 8, dtype=torch.int32)
-    made = envoi.plan(envoi.moe, meta(600, 256), Routing(*slots, 16), experts, expert_map=meta(16, dtype=torch.int32))
-    assert made.launches[0].kernel == "sort_kernel" and made.outputs.shape == (600, 256)
+    tokens, expert_map = meta(600, 256), meta(16, dtype=torch.int32)
+    for count in (600, 2):  # by kernels for many tokens and for few
+        given = tokens[:count], Routing(*(x[:count] for x in slots), 16), experts
+        made = envoi.plan(envoi.moe, *given, expert_map=expert_map)
+        here = envoi.plan(envoi.moe, given[0], replace(given[1], num_experts=4), experts)
+        names = [[launch.kernel for launch in found.launches] for found in (made, here)]
+        assert names[0] == ["map_kernel", *names[1]] and made.outputs.shape == (count, 256)
+        assert made.workspace_bytes == here.workspace_bytes + -(-count * 8 * 4 // 512) * 512
+
+
+def test_a_mapped_call_without_values():
+    layer = make(tokens=5, experts=8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        routing = Routing(torch.empty(5, 3), torch.empty(5, 3, dtype=torch.int32), 12)
+        expert_map = torch.empty(12, dtype=torch.int32)
+        found = envoi.moe(torch.empty_like(layer.tokens), routing, layer.pack(), expert_map=expert_map)
+    assert isinstance(found, FakeTensor) and found.shape == layer.tokens.shape and found.dtype == torch.bfloat16
 
 
 @pytest.fixture

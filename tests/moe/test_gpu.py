@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.moe import moe, reference
-from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.permute import combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
 from envoi.quant import FORMATS, SCHEMES
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
@@ -170,7 +170,7 @@ def launched() -> dict[str, str]:
     tokens, ids = torch.randn(96, 4096, device="cuda").bfloat16(), random_ids(96, 32, 6, device="cuda")
     rows = torch.randn(576, 2048, device="cuda").bfloat16()
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
-        sort_slots(random_ids(2048, 32, 6, device="cuda"), 32)
+        sort_slots(map_ids(random_ids(2048, 32, 6, device="cuda"), torch.arange(32, dtype=torch.int32).cuda()), 32)
         sort_slots(random_ids(8192, 32, 6, device="cuda"), 32)
         row_map = sort_slots(ids, 32)
         for scheme in (None, *SINGLE_ROWS):
@@ -200,3 +200,25 @@ def test_ids_and_weights_are_read_as_they_are(format, tokens):
     masked = torch.where(wide == 1, 2**32 + 1, wide)  # no expert, though its lower half is one
     want = moe(layer.tokens, replace(routing, topk_ids=torch.where(wide == 1, -1, wide).int()), packed)
     assert_same_bits(moe(layer.tokens, replace(routing, topk_ids=masked), packed), want)
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_map_keeps_the_experts_that_are_here(format, tokens):
+    layer = on_gpu(make(tokens=tokens))
+    packed, num_here = layer.pack(format), layer.routing.num_experts
+    expert_map = torch.full((3 * num_here,), -1, dtype=torch.int32, device="cuda")
+    expert_map[1::3] = torch.arange(num_here, dtype=torch.int32, device="cuda")
+    given = torch.randint(-1, 3 * num_here + 1, layer.routing.topk_ids.shape, dtype=torch.int32, device="cuda")
+    ids = reference.mapped(given.cpu(), expert_map.cpu()).cuda()
+    want = moe(layer.tokens, replace(layer.routing, topk_ids=ids), packed)
+    routing = replace(layer.routing, topk_ids=given, num_experts=3 * num_here)
+    for _ in range(3):  # planned, replayed, found by its form
+        assert_same_bits(moe(layer.tokens, routing, packed, expert_map=expert_map), want)
+    wide = replace(routing, topk_ids=given.long())
+    assert_same_bits(moe(layer.tokens, wide, packed, expert_map=expert_map), want)
+    out, graph = torch.empty_like(want), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        moe(layer.tokens, routing, packed, expert_map=expert_map, out=out)
+    graph.replay()
+    assert_same_bits(out, want)

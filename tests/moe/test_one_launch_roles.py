@@ -300,7 +300,7 @@ def drawn(draw: random.Random, tiling, **broken: Any) -> Launch:
 
 @pytest.mark.parametrize("tiling", [FEW, SQUARE], ids=["few", "shared"])
 def test_nothing_is_lost_read_twice_or_waited_for_for_ever(tiling):
-    for seed in range(600):
+    for seed in range(200):  # each of the faults below shows within 75
         draw = random.Random(seed)
         run(drawn(draw, tiling), draw)
 

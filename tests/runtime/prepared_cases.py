@@ -4,7 +4,7 @@ A case makes the arguments of call number i: other values at other addresses, al
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -130,8 +130,19 @@ def moe_cases(
     found["moe-mxfp4-bias"] = Case(envoi.moe, lambda i: arguments(i, "mxfp4", bias=True))
     found["moe-own"] = Case(envoi.moe, lambda i: arguments(i, "bf16", activation=written(reglu)))
     found["moe-mxfp4-own"] = Case(envoi.moe, lambda i: arguments(i, "mxfp4", activation=written(reglu)))
+    found["moe-mapped"] = Case(envoi.moe, lambda i: mapped(*arguments(i, "bf16")))
     found["moe-batch"] = Case(envoi.moe, lambda i: arguments(i, "fp8_row", batch=True))
     return found
+
+
+def mapped(given: tuple, named: dict) -> tuple[tuple, dict]:
+    """Return the call of a layer whose experts are half of the routing's, every second one."""
+    tokens, routing, experts = given
+    E, device = experts.num_local_experts, tokens.device
+    here = torch.arange(E, dtype=torch.int32, device=device)
+    expert_map = torch.stack([here, torch.full_like(here, -1)], 1).flatten()
+    every_other = replace(routing, topk_ids=2 * routing.topk_ids + routing.topk_ids % 2, num_experts=2 * E)
+    return (tokens, every_other, experts), named | {"expert_map": expert_map}
 
 
 def indexer_cases(length: int) -> dict[str, Case]:

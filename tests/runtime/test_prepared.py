@@ -483,6 +483,28 @@ def test_counters_are_those_of_the_stream_and_of_the_capture(hopper):
     assert all(of_each) and len(set.union(*of_each)) == sum(map(len, of_each)), "none is shared"
 
 
+def test_offsets_are_counted_from_a_tensors_start():
+    """Also of one off 16 bytes, whose stand-in begins within its storage."""
+
+    def call(a: torch.Tensor) -> None:
+        launch.launch("kernel", (1,), (a, a[2:]), {})
+
+    planned = program.plan(call, (x := torch.zeros(9)[1:],), {}, [x], CPU)
+    assert [planned.place(y) for y in planned.launches[0].arguments] == [(program.INPUT, 0, 0), (program.INPUT, 0, 8)]
+
+
+def test_constants_are_those_of_the_device():
+    """Scratch would be theirs otherwise, which each call writes anew."""
+    table = torch.arange(16)
+
+    def call(a: torch.Tensor) -> None:
+        launch.launch("kernel", (1,), (a, workspace.constant(lambda _: table, 16, torch.int64, a.device)[4:]), {})
+
+    planned = program.plan(call, (x := torch.zeros(4),), {}, [x], CPU)
+    place = planned.place(planned.launches[0].arguments[1])
+    assert (place.role, place.offset) == (program.KEPT, 32) and planned.kept[place.number](CPU_DEVICE) is table
+
+
 @pytest.mark.parametrize(("sizes", "allocates"), [((64, 1024, 1024), False), ((1024, 2048, 1024), True)])
 def test_sums_over_parts_of_k_are_in_memory_that_the_stream_keeps(hopper, monkeypatch, sizes, allocates):
     """A replay allocates its output alone, unless the sums are too many to keep."""

@@ -5,21 +5,13 @@ import torch
 
 from envoi.ops.gemm import gemm
 from envoi.runtime import custom_op, shortcuts
-from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
-from tests.runtime.test_launch import calls, kernel, kinds_of_calls  # noqa: F401
 
 
 @pytest.fixture(params=[True, False], ids=["shortcuts", "safe"])
 def enabled(request, monkeypatch):
     monkeypatch.setattr(shortcuts, "ENABLED", request.param)
     return request.param
-
-
-def test_launches_go_through_triton_if_it_is_safe(calls, enabled):  # noqa: F811
-    for _ in range(3):
-        launch(kernel, (3,), (torch.zeros(8), 5, 64, True), {"num_warps": 4})
-    assert kinds_of_calls(calls) == (["compiled", "found", "found"] if enabled else ["triton"] * 3)
 
 
 def test_calls_go_through_the_dispatcher_if_it_is_safe(enabled):

@@ -55,7 +55,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_results_and_errors():
+def test_results_and_errors_and_that_they_end_with_the_context_whatever_they_do(tmp_path):
+    path = tmp_path / "pid"
     with Workers("sm_90", 2) as found:
         assert dict(found.map(half, [4, 6, 9])) == {4: 2, 6: 3, 9: 4}
         assert None in dict(found.map(exit_at_once, [1, 2])).values(), "their process died"
@@ -64,20 +65,15 @@ def test_results_and_errors():
             list(found.map(unpicklable, [1]))
         with pytest.raises(ZeroDivisionError):
             list(found.map(half, [0]))
+        threading.Thread(target=begin, args=(found, str(path)), daemon=True).start()
+        assert wait_until(path.exists)
+    assert wait_until(lambda: has_ended(int(path.read_text())))
 
 
 def test_an_item_that_comes_after_a_process_died_has_no_result():
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         pool.submit(exit_at_once, 1).exception()
         assert workers._outcome(workers._submitted(pool, half, 4)) == (None, None)
-
-
-def test_they_end_with_the_context_whatever_they_do(tmp_path):
-    path = tmp_path / "pid"
-    with Workers("sm_90", 1) as found:
-        threading.Thread(target=begin, args=(found, str(path)), daemon=True).start()
-        assert wait_until(path.exists)
-    assert wait_until(lambda: has_ended(int(path.read_text())))
 
 
 UNGUARDED = """

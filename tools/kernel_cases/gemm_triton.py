@@ -1,5 +1,6 @@
 """Launches of the GEMM in plain Triton."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from envoi.epilogues.library import expert_l1, expert_l2, swiglu, swiglu_fp8
 from envoi.runtime.program import without_memory
 from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
 from tools.kernel_cases.operands import operands_of
-from tools.kernel_cases.planning import case_of, matrix
+from tools.kernel_cases.planning import Layer, case_of, matrix
 
 M, N, K = 4096, 2880, 2880
 
@@ -25,6 +26,7 @@ def _experts(epilogue: Epilogue, of_rows: str, of_weights: str, num_experts: int
     envoi.grouped_gemm(matrix(of_rows, M, K), matrix(of_weights, num_experts, N, K), offsets, epilogue, **operands)
 
 
+GPT_OSS = Layer("mxfp4_mxfp8", 4096, 2880, 2880, 32, 4, "swiglu_oai", has_bias=True, arch=BLACKWELL[0])
 IN_ROWS = expert_l1("swiglu", None, False, "fp8_row")
 KERNELS = (
     case_of(
@@ -32,8 +34,20 @@ KERNELS = (
         "gemm_kernel", 0, BLACKWELL[0],
     ),
     case_of(
-        "gemm-triton-mxfp4", "grouped GEMM of MXFP8 tokens and MXFP4 weights, 64 experts", EVERY_ARCH,
+        "gemm-triton-nvfp4", "grouped GEMM of NVFP4 tokens and weights, 64 experts", EVERY_ARCH,
+        partial(_experts, expert_l2(True), "nvfp4", "nvfp4", 64), "gemm_kernel", 0, BLACKWELL[0],
+    ),
+    case_of(
+        "gemm-triton-mxfp4", "grouped GEMM of MXFP8 tokens and MXFP4 weights, 64 experts", BLACKWELL,
         partial(_experts, expert_l2(True), "mxfp8", "mxfp4", 64), "gemm_kernel", 0, BLACKWELL[0],
+    ),
+    case_of(
+        "gemm-triton-mxfp4-l1", "L1 of MXFP8 tokens and MXFP4 weights: bias, clamped SwiGLU, MXFP8 out", BLACKWELL,
+        GPT_OSS, "gemm_kernel", 0, BLACKWELL[0],
+    ),
+    case_of(
+        "gemm-triton-mxfp4-few", "L1 of FP8 tokens with a scale each and MXFP4 weights, in tiles of 64 tokens",
+        BLACKWELL, replace(GPT_OSS, format="mxfp4_fp8", num_tokens=16), "gemm_kernel", 0, BLACKWELL[0],
     ),
     case_of(
         "rows-triton", "epilogue of whole rows: the experts' SwiGLU, quantised with a scale per row", EVERY_ARCH,

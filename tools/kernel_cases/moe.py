@@ -6,15 +6,16 @@ from tools.kernel_cases.planning import Layer, case_of
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 2048, 6, 32, 4096, 2048
 
 
-def _layer(format: str, num_tokens: int = M, arch: str = HOPPER[0]) -> Layer:
+def _layer(format: str, num_tokens: int = M, arch: str = HOPPER[0], mapped: bool = False) -> Layer:
     sizes = HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK
-    return Layer(format, num_tokens, *sizes, layout="interleaved", arch=arch)
+    return Layer(format, num_tokens, *sizes, layout="interleaved", arch=arch, mapped=mapped)
 
 
 PORTABLE = _layer("fp8_block128", arch=BLACKWELL[0])  # Hopper quantises in L1
 KERNELS = tuple(
     case_of(f"experts-{name}", about, arches, layer, f"{kernel}_kernel", arch=layer.arch)
     for name, about, arches, layer, kernel in (
+        ("map", "ids of all experts to those of the experts here", EVERY_ARCH, _layer("bf16", mapped=True), "map"),
         ("sort", "rows of the slots, sorted by expert", EVERY_ARCH, _layer("bf16"), "sort"),
         ("count", "slots of each expert, by chunk", EVERY_ARCH, _layer("bf16", 4 * M), "count"),
         ("place", "rows of the slots from those counts", EVERY_ARCH, _layer("bf16", 4 * M), "place"),

@@ -68,7 +68,7 @@ def matrix(scheme: str, *shape: int) -> torch.Tensor | QuantTensor:
 class Layer:
     """Layer of experts. format: of `envoi.quant.FORMATS`. layout: of gate_up. bounded: factors are known to be small.
 
-    arch: for which it is packed.
+    arch: for which it is packed. mapped: the ids go through a map.
     """
 
     format: str
@@ -83,6 +83,7 @@ class Layer:
     bounded: bool = True
     arch: str = HOPPER[0]
     batch_invariant: bool = False
+    mapped: bool = False
 
     def __call__(self) -> None:
         """Call `envoi.moe`."""
@@ -90,7 +91,8 @@ class Layer:
         weights, ids = without_memory(slots, torch.float32), without_memory(slots, torch.int32)
         tokens = without_memory((self.num_tokens, self.hidden), torch.bfloat16)
         routing = Routing(weights, ids, self.num_experts)
-        envoi.moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant)
+        expert_map = without_memory((self.num_experts,), torch.int32) if self.mapped else None
+        envoi.moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant, expert_map=expert_map)
 
     @property
     def experts(self) -> ExpertWeights:
@@ -111,10 +113,8 @@ class Layer:
 def _packed(
     hidden: int, intermediate: int, num_experts: int, format: str, activation: str, has_bias: bool, arch: str
 ) -> ExpertWeights:
-    """Pack two experts, as which all others are: to pack hundreds takes seconds, also without memory."""
     with standing_for(Target(arch, NUM_SMS)):
-        two = experts_without_memory(hidden, intermediate, 2, format, activation, has_bias)
-    return two._map(lambda x: x.new_empty_strided((num_experts, *x.shape[1:]), x.stride()))
+        return experts_without_memory(hidden, intermediate, num_experts, format, activation, has_bias)
 
 
 @dataclass(frozen=True)

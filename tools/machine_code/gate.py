@@ -78,6 +78,7 @@ KNOWN: dict[str, dict[str, Known]] = {
 
 # Required instructions by the start of a case's name, the first that fits: {family: pattern of all its names}.
 BLACKWELL_CORE = r"UTC\w*MMA"
+BLOCK_SCALED_CORE = "UTCQMMA"  # of FP8, and of FP4 beside it, under UE8M0 factors
 LOADS = {"TMA load": "UTMALDG"}
 NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     (
@@ -143,6 +144,8 @@ def needs_of(name: str, arch: str) -> dict[str, str]:
         core = {"tensor core": "QGMMA" if arguments[0].base.itemsize == 1 else "HGMMA", **LOADS}
         stores = any(isinstance(value, Lowered) and value.tma_outputs for value in arguments)
         return {**core, "TMA store": "UTMASTG"} if stores else core
+    if name.startswith("gemm-triton-mxfp4"):
+        return {"tensor core": BLOCK_SCALED_CORE}
     if name.startswith("gemm-triton"):
         return {"tensor core": "HGMMA" if arch == "sm_90" else BLACKWELL_CORE}
     if name == "indexer-scores":

@@ -101,7 +101,7 @@ B200 = Machine(
     # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate; with bf16 it is widened.
     tflops={
         "bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 2250, "mxfp4_mxfp8": 4500,
-        "mxfp4_fp8": 2250, "nvfp4": 2250, "int4": 2250,
+        "mxfp4_fp8": 4500, "nvfp4": 2250, "int4": 2250,
     },
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,

@@ -13,6 +13,7 @@ from envoi import env
 from envoi.check import expect_int
 
 EVERY_ARCH = "sm_90", "sm_100", "sm_103"  # that Envoi has kernels of its own for
+BLOCK_SCALED = "sm_100", "sm_103"  # whose tensor cores multiply MX numbers by their scale factors
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
 SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
 
@@ -76,11 +77,6 @@ def limited(most: int) -> AbstractContextManager[None]:
     return scoped(_local, most_sms=most)
 
 
-def is_limited() -> bool:
-    """Tell whether this thread's launches are kept to some of the multiprocessors."""
-    return _local.most_sms is not None
-
-
 def implementation(device: torch.device) -> str:
     """Return the implementation for a device: "hopper" (sm_90), "triton" (other GPUs) or "torch".
 
@@ -141,6 +137,13 @@ def casts_e4m3(device: torch.device) -> bool:
         target = _local.target
         return target is None or not (target.is_interpreter or int(target.arch.removeprefix("sm_")) < 89)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scales_products(device: torch.device) -> bool:
+    """Tell whether a GPU's tensor cores multiply MX numbers by their scale factors: sm_100 and sm_103."""
+    if device.type == "meta":
+        return _local.target is not None and _local.target.arch in BLOCK_SCALED
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((10, 0), (10, 3))
 
 
 # Rates of an H200 that all models of its time share: of a layer (the estimate), a GEMM's config, a router's tiling.

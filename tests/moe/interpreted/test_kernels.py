@@ -10,7 +10,8 @@ from envoi.ops.gemm.backend import run_kernels
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.reference import accumulate_groups
 from envoi.ops.moe import permute as permute_kernels
-from envoi.ops.moe.permute import gather_rows, sort_slots
+from envoi.ops.moe import reference
+from envoi.ops.moe.permute import gather_rows, map_ids, sort_slots
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.steps import (
@@ -36,11 +37,11 @@ def test_one_expert_of_many_takes_all():
         judge_sorted(ids, 9)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (37, 3, 3), (150, 16, 4), (40, 130, 8)])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (37, 3, 3), (150, 16, 4), (20, 33, 8)])
 def test_many_slots_are_counted_before_they_are_placed(tokens, experts, k, monkeypatch):
     monkeypatch.setattr(permute_kernels, "COUNT_SLOTS", 0)
     monkeypatch.setattr(permute_kernels, "CHUNK_SLOTS", 32)
-    monkeypatch.setattr(permute_kernels, "COUNTS_AT_ONCE", 512)
+    monkeypatch.setattr(permute_kernels, "COUNTS_AT_ONCE", 128)  # of chunks that are counted in turns
     judge_sorted(random_ids(tokens, experts, k, tokens), experts)
     judge_sorted(random_ids(tokens, experts, k, tokens).long() + 2**33 * (tokens % 2), experts)
     judge_sorted(torch.full((tokens, k), experts - 1, dtype=torch.int32), experts)
@@ -52,6 +53,20 @@ def test_a_chunk_that_one_expert_has_alone_is_counted(most, monkeypatch):
     monkeypatch.setattr(permute_kernels, "COUNT_SLOTS", 0)
     monkeypatch.setattr(permute_kernels, "MANY_SLOTS", most)
     judge_sorted(torch.full((2100, 4), 2, dtype=torch.int32), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_by_a_map(dtype):
+    expert_map = torch.tensor([3, -1, 0, -9, 2, 1], dtype=torch.int32)
+    ids = torch.tensor([[0, 1, 2], [3, 4, 5], [-1, 6, 7]], dtype=dtype)
+    if dtype == torch.int64:
+        ids[2, 2] = 2**32 + 2  # no expert, though its lower half is one
+    want = torch.tensor([[3, -1, 0], [-9, 2, 1], [-1, -1, -1]], dtype=dtype)
+    assert_same_bits(map_ids(ids, expert_map), want)
+    assert_same_bits(map_ids(ids.t(), expert_map), want.t())
+    draw = torch.Generator().manual_seed(0)
+    many = torch.randint(-2, 8, (1000, 3), generator=draw).to(dtype)
+    assert_same_bits(map_ids(many, expert_map), reference.mapped(many, expert_map))
 
 
 def test_ids_and_weights_are_read_as_they_are():

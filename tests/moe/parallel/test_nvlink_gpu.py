@@ -157,12 +157,12 @@ def run_all(rank: int, num_ranks: int, tried: list[Case]) -> list[tuple[torch.Te
 def test_the_bits_of_one_rank():
     num_ranks = gpu_ranks()
     tried = [
-        *all_cases(num_ranks, 12),
+        *all_cases(num_ranks, 8),
         Case("fp8_row", one_expert=0),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
     ]
-    outcomes = run_ranks(num_ranks, run_all, tried, backend="nccl", timeout_s=200)
+    outcomes = run_ranks(num_ranks, run_all, tried, backend="nccl", timeout_s=400)  # each compiles, in 5 to 10 s
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(tried):
         assert all(outcome.value[number][1] == "nvlink" for outcome in outcomes)

@@ -2,24 +2,23 @@
 
 import torch
 
-from envoi.check import expect_bool
+from envoi.check import expect_bool, expect_tensor
 from envoi.ops.moe import choose, reference
 from envoi.ops.moe.experts import run_layer
 from envoi.ops.moe.op import (
     as_rows,
     check_ids,
+    check_map,
     check_tokens,
     constants_of,
     empty_out,
     flatten,
-    here,
     mlp_flops,
     tensors_of,
     unflatten,
     widened,
 )
 from envoi.runtime.custom_op import operator
-from envoi.runtime.devices import is_limited
 from envoi.runtime.prepared import exactly, prepared
 from envoi.types import ExpertWeights, Routing
 
@@ -51,8 +50,7 @@ def moe(
         doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile
         for it.
     expert_map: where `experts` are some of the routing's, as on one rank of several: int32 [routing.num_experts], which
-        of `experts` an id stands for, -1 for one that isn't here, whose slots count as masked. Applied by operators of
-        torch before the layer's launches.
+        of `experts` an id stands for, -1 for one that isn't here, whose slots count as masked. Takes one more launch.
     out, workspace, num_sms: as in `envoi.gemm`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
@@ -60,20 +58,18 @@ def moe(
     bits. Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. The host doesn't
     wait for a GPU, so that a CUDA graph can capture the call: there a slot whose id is no expert counts as masked.
     """
-    if expert_map is not None:
-        routing = here(routing, experts, expert_map)
-        if not is_limited():  # a call's key has no limit that is set around it
-            return moe(tokens, routing, experts, batch_invariant=batch_invariant)
     rows, slots, dtype = as_rows(tokens, routing)
     check_tokens(rows, slots, experts)
     expect_bool("batch_invariant", batch_invariant)
-    if routing.num_experts != experts.num_local_experts:
+    if expert_map is not None:
+        expect_tensor("expert_map", expert_map, torch.int32, (routing.num_experts,), tokens.device)
+    elif routing.num_experts != experts.num_local_experts:
         raise ValueError(
             f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
             "use ExpertParallel or expert_map where they are spread over ranks, envoi.router.split_identity where ids "
             "past the weights' mean the identity"
         )
-    found = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
+    found = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant, expert_map)
     return found if rows is tokens and dtype == found.dtype else found.to(dtype).view(tokens.shape)
 
 
@@ -85,7 +81,7 @@ def _moe(
     format: str, activation: str, swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool,
     order: str, gate_up_layout: str, gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None,
     gate_up_zeros: torch.Tensor | None, down_zeros: torch.Tensor | None,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
@@ -93,7 +89,11 @@ def _moe(
     )  # fmt: skip
     has_kernels = choose.has_kernels(topk_ids.device)
     if topk_ids.device.type == "cpu" or not has_kernels:
-        check_ids(topk_ids, experts.num_local_experts)
+        check_ids(topk_ids, experts.num_local_experts if expert_map is None else len(expert_map))
+        if expert_map is not None:
+            check_map(expert_map, experts.num_local_experts)
     if has_kernels:
-        return run_layer(tokens, topk_weights, topk_ids, experts, batch_invariant)
+        return run_layer(tokens, topk_weights, topk_ids, experts, batch_invariant, expert_map)
+    if expert_map is not None:
+        topk_ids = reference.mapped(topk_ids, expert_map)
     return reference.moe(tokens, *widened(topk_weights, topk_ids), experts)

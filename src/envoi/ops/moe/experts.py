@@ -13,7 +13,7 @@ from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
 from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
-from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.permute import combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import format_named
 from envoi.spans import span
@@ -22,19 +22,23 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 def run_layer(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
     For few tokens other kernels run: in bf16 and fp8_block128 with the same bits; on MXFP4 and INT4 weights, unless
     batch_invariant, sums along K are split at places that depend on the routing, so that bits may differ. The host
     never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
+    expert_map: int32, the expert that each id stands for, or None if ids are the experts' own.
     """
     if tokens.shape[0] == 0:
         return torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)  # a call that can be planned
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     experts = by_kernels(experts)
+    if expert_map is not None:
+        with span("map ids"):
+            topk_ids = map_ids(topk_ids, expert_map)
     num_tokens, num_topk = topk_ids.shape
     choice = choose_layer(experts, num_tokens, num_topk, batch_invariant)
     if choice.path is LayerPath.DECODE_MX:

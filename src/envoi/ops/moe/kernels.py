@@ -2,6 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Triton kernels around the experts' GEMMs: move, quantise and sum rows. No size is copied to the host.
 
+    map_kernel        topk_ids -> ids of the experts here           a program for each chunk of the slots
     sort_kernel       topk_ids -> offsets, slot_to_pos              programs for each expert and chunk of the slots
     count_kernel      topk_ids -> experts' slots in each chunk      a program for each chunk of the slots
     place_kernel      those -> what sort_kernel stores              programs for each few experts and chunk of the slots
@@ -23,6 +24,15 @@ from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_ids"])  # one kernel for all calls, which a warm-up compiles
+def map_kernel(topk_ids, expert_map, out, num_slots, num_ids, BLOCK: tl.constexpr):
+    """Store the expert that each slot's id stands for, -1 for an id from num_ids on or below 0."""
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = experts_at(topk_ids, slots, num_slots, num_ids)
+    e = tl.load(expert_map + ids, mask=ids < num_ids, other=-1)
+    tl.store(out + slots, e, mask=slots < num_slots)
 
 
 @triton.jit

@@ -168,26 +168,11 @@ def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
         )
 
 
-def here(routing: Routing, experts: ExpertWeights, expert_map: torch.Tensor) -> Routing:
-    """Return a routing to the experts that are here, of ids among all: int32 [num_experts] in the map, -1 = not here.
-
-    Raises ValueError for another map, and on a CPU for ids and numbers in the map that are out of range.
-    """
-    _expect_routing(routing)
-    expect_experts(experts)
-    ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS)
-    expect_tensor("expert_map", expert_map, torch.int32, (routing.num_experts,), ids.device)
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_ids(ids.flatten(0, -2), routing.num_experts)
-        bad = expert_map[(expert_map < -1) | (expert_map >= experts.num_local_experts)]
-        if len(bad):
-            last = experts.num_local_experts - 1
-            raise ValueError(f"expert_map: expected numbers from -1 to {last}, got {int(bad[0])}")
-    # One more -1 at the end, for what is no id: -1 as an index is the last.
-    extended = torch.nn.functional.pad(expert_map, (0, 1), value=-1)
-    return replace(
-        routing, topk_ids=extended[ids.clamp(-1, routing.num_experts)], num_experts=experts.num_local_experts
-    )
+def check_map(expert_map: torch.Tensor, num_experts: int) -> None:
+    """Raise ValueError if a number in a map [ids] is neither -1 nor an expert. Waits for the device."""
+    bad = expert_map[(expert_map < -1) | (expert_map >= num_experts)]
+    if len(bad):
+        raise ValueError(f"expert_map: expected numbers from -1 to {num_experts - 1}, got {int(bad[0])}")
 
 
 def empty_out(tokens, *arguments):

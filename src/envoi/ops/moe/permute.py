@@ -1,5 +1,6 @@
 """Permute and combine on one rank by Triton kernels.
 
+    map_ids         topk_ids of all experts -> topk_ids of those that are here
     sort_slots      topk_ids [M, k] -> RowMap: the row of each slot
     gather_rows     tokens [M, H] -> rows [M * k, H] by expert, in the experts' activation scheme, and their weights
     quantize_rows   rows in bf16 -> rows in a scheme
@@ -30,6 +31,7 @@ CHUNK_SLOTS = 4096  # slots of such a chunk, at most 32767; beyond MANY_SLOTS tw
 MANY_SLOTS = 131072
 PLACED = 4  # experts that a program of `place_kernel` places, at most 4: it ranks them in one 64-bit number
 COUNTS_AT_ONCE = 4096  # of chunks and experts, that a program loads at once
+MAPPED = 512  # slots whose ids a program maps
 MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
 MAX_SUM_COLUMNS = 1024  # columns of a token that one program sums
 # Bytes of rows up to which those that have been summed make room in the L2 cache for those that L2 has left there:
@@ -50,6 +52,18 @@ class RowMap:
 
     offsets: torch.Tensor
     slot_to_pos: torch.Tensor
+
+
+def map_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """Return expert_map[topk_ids], contiguous and of the ids' dtype; -1 for what is no index.
+
+    topk_ids: int32 or int64 [M, k]. expert_map: int32, one for each id.
+    """
+    out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
+    num_slots = topk_ids.numel()
+    arguments = topk_ids.contiguous(), expert_map.contiguous(), out, num_slots, len(expert_map), MAPPED
+    launch_kernel(KERNELS, "map_kernel", Launch((-(-num_slots // MAPPED),), arguments, {"num_warps": 4}))
+    return out
 
 
 def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:

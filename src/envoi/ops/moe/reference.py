@@ -76,6 +76,12 @@ def moe(
         return combine(out, rows.pos_to_slot, *topk_ids.shape)
 
 
+def mapped(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """Return expert_map[topk_ids], of the ids' dtype; -1 for what is no index. expert_map: int32 [ids]."""
+    extended = torch.nn.functional.pad(expert_map, (0, 1), value=-1)  # its last, so that -1 as an index gives -1
+    return extended[topk_ids.clamp(-1, len(expert_map))].to(topk_ids.dtype)
+
+
 def take_rows(x: Matrix, index: torch.Tensor) -> Matrix:
     """Return the rows `index` of a matrix whose scale factors, if any, belong to single rows; else raise ValueError."""
     if isinstance(x, torch.Tensor):

@@ -20,7 +20,10 @@ ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Call of `envoi.moe` for a number of tokens. experts: without memory. dtypes: of the routing's ids and weights."""
+    """Call of `envoi.moe` for a number of tokens. experts: without memory. dtypes: of the routing's ids and weights.
+
+    With a map of experts, so that a warm-up compiles its kernel; the others are those of calls without.
+    """
 
     experts: ExpertWeights
     num_topk: int
@@ -30,7 +33,8 @@ class LayerCall:
         """Make the call."""
         ids, weights = (without_memory((num_tokens, self.num_topk), dtype) for dtype in self.dtypes)
         routing = Routing(weights, ids, self.experts.num_local_experts)
-        moe(without_memory((num_tokens, self.experts.hidden), torch.bfloat16), routing, self.experts)
+        tokens = without_memory((num_tokens, self.experts.hidden), torch.bfloat16)
+        moe(tokens, routing, self.experts, expert_map=without_memory((routing.num_experts,), torch.int32))
 
 
 def check_jobs(jobs: int | None, progress: bool) -> None:

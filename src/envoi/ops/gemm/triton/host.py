@@ -1,9 +1,10 @@
 """Host side of the Triton GEMM: supported calls, tiles, launches, and the kernels that finish epilogues."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from envoi.constant import Constant
 from envoi.epilogues.ir import IR, Node
@@ -13,6 +14,7 @@ from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, oper
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
 from envoi.ops.gemm.triton import kernel as device_code
 from envoi.quant.bits import as_bytes
+from envoi.runtime.devices import scales_products
 from envoi.runtime.launch import launch
 from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.types import Matrix
@@ -24,6 +26,7 @@ MAX_ROW = 16384  # columns of a row that one program can hold
 FINISH_M = 64
 MANY_ROWS = 1 << 20  # for which tiles have the most rows
 REDUCE_M, REDUCE_C = 64, 64
+BLOCK_SCALED_K = 128  # elements of K in a step of a block-scaled product: rows of 128 bytes in shared memory
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,19 @@ class Side(Constant):
     """Format of one matrix, known when the kernel is compiled.
 
     values: "plain" (a float), "e4m3" or "e2m1" (two a byte). scale: the type of its scale factors, "none", "f32",
-    "e8m0" or "e4m3". group_k: columns that share a factor; 0 = all columns, or there are no factors.
+    "e8m0" or "e4m3". group_k: columns that share a factor; 0 = all columns, or there are no factors. block_scaled: both
+    matrices go to the tensor cores as they are stored, with their UE8M0 factors, or with 1 for float32 ones.
     """
 
     values: str
     scale: str
     group_k: int
+    block_scaled: bool = False
+
+    @property
+    def kind(self) -> tl.constexpr:
+        """Name of the values for `tl.dot_scaled`, which takes no other text."""
+        return tl.constexpr(self.values)
 
     @property
     def per_byte(self) -> int:
@@ -50,10 +60,11 @@ class Side(Constant):
 
     @property
     def folds(self) -> bool:
-        """Return True if elements are scaled before the product, which is exact for narrow formats."""
+        """Return True if elements are scaled before the product, which is exact for narrow formats, or in it."""
         return self.scale in ("e8m0", "e4m3")
 
 
+MX_GROUP = 32  # elements of K that share a factor in a block-scaled product
 SCALES = {torch.float32: "f32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
 
@@ -112,6 +123,24 @@ def side_of(x: Matrix) -> Side:
     return Side("e2m1" if x.packed else "e4m3", SCALES[x.sf.dtype], 0 if whole else x.group[1])
 
 
+def sides_of(a: Matrix, b: Matrix) -> tuple[Side, Side]:
+    """Return the formats of both matrices, block-scaled if one is MX and the GPU's tensor cores can multiply them.
+
+    Without MX both would have factors of 1 in all steps, which Triton 3.6 doesn't compile.
+    """
+    A, B = side_of(a), side_of(b)
+    can = scales_products(a.device) and "e8m0" in (A.scale, B.scale) and all(map(_is_block_scaled, (A, B)))
+    return replace(A, block_scaled=can), replace(B, block_scaled=can)
+
+
+def _is_block_scaled(side: Side) -> bool:
+    """Return True for E4M3 and E2M1 under UE8M0 factors for 32 of K, or float32 ones for all of K.
+
+    With float32 factors for a part of K a tile is in registers twice, which spills.
+    """
+    return side.values != "plain" and (side.scale, side.group_k) in (("e8m0", MX_GROUP), ("f32", 0))
+
+
 def matrix_argument(x: Matrix) -> tuple:
     """Return a matrix [.., rows, K] as the kernels take it: a `MatrixArgs` of `kernel.py`."""
     if isinstance(x, torch.Tensor):
@@ -144,9 +173,10 @@ def product_arguments(
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """Return the grid of `gemm_kernel`, its arguments and its options."""
     M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
-    A, B = side_of(a), side_of(b)
+    A, B = sides_of(a, b)
     # Low tiles are products of another instruction, which may round otherwise.
     block_m, block_k, options = tile_rows(MANY_ROWS if grouping.batch_invariant else M, block_n, a)
+    block_k = BLOCK_SCALED_K if A.block_scaled else block_k
     num_experts = 0 if offsets is None else b.shape[0]
     # Each expert may end with a partial tile. Without rows the first tile still writes the outputs that have no rows.
     grid = (max(1, cdiv(M, block_m) + num_experts), max(1, cdiv(N, block_n)))

@@ -6,7 +6,7 @@
 
     for each tile of BLOCK_M rows and BLOCK_N columns:            one program
         for k in K, BLOCK_K at a time:
-            acc += widened a[rows, k] @ widened b[columns, k].T
+            acc += widened a[rows, k] @ widened b[columns, k].T       MX on Blackwell: as stored, by `tl.dot_scaled`
         visit(acc) -> outputs; partial reductions of its rows -> workspace, for finish_kernel
     an epilogue that needs whole rows wider than a tile: acc -> workspace, for rows_kernel
     column reductions, totals: their inputs -> workspace, for reduce_kernel
@@ -125,13 +125,54 @@ def load_block(x, e, ids, num_ids, ks, k_end, side: tl.constexpr):
 
 
 @triton.jit
+def load_stored(x, e, ids, num_ids, k, k_end, BLOCK_K: tl.constexpr, side: tl.constexpr):
+    """Load [ids, k : k + BLOCK_K] of a matrix as it is stored, in bytes, and its UE8M0 factors of 32 each; 0 outside.
+
+    The factors are 1 for a matrix under float32 factors, which the product is multiplied by later.
+    """
+    ids = ids[:, None]
+    at = e.to(tl.int64) * x.stride_e + ids.to(tl.int64) * x.stride_row
+    bytes_k = k // side.per_byte + tl.arange(0, BLOCK_K // side.per_byte)[None, :]
+    mask = (ids < num_ids) & (bytes_k < k_end // side.per_byte)
+    v = tl.load(x.elements + at + bytes_k.to(tl.int64) * x.stride_k, mask=mask, other=0)
+    if side.folds:
+        groups = k // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
+        row = (ids // x.group_rows).to(tl.int64)
+        at = e.to(tl.int64) * x.sf_stride_e + row * x.sf_stride_row + groups * x.sf_stride_k
+        return v, tl.load(x.sf + at, mask=(ids < num_ids) & (groups < k_end // 32), other=127)
+    else:
+        return v, tl.full((ids.shape[0], BLOCK_K // 32), 127, tl.uint8)
+
+
+@triton.jit
+def multiply_stored(acc, product, tile, first, last, A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return acc + a[rows, first : last] @ b[e, columns, first : last].T by block-scaled instructions.
+
+    They take 128 rows of their left matrix: of b if the tile has fewer rows.
+    """
+    few: tl.constexpr = acc.shape[0] < 128
+    acc = tl.trans(acc) if few else acc
+    for k in range(first, last, BLOCK_K):
+        x, x_sf = load_stored(product.a, tile.e * 0, tile.rows, tile.m_end, k, last, BLOCK_K, A)
+        y, y_sf = load_stored(product.b, tile.e, tile.columns, tile.N, k, last, BLOCK_K, B)
+        if few:
+            acc = tl.dot_scaled(y, y_sf, B.kind, tl.trans(x), x_sf, A.kind, acc)
+        else:
+            acc = tl.dot_scaled(x, x_sf, A.kind, tl.trans(y), y_sf, B.kind, acc)
+    return tl.trans(acc) if few else acc
+
+
+@triton.jit
 def multiply(acc, product, tile, first, last, A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return acc + a[rows, first : last] @ b[e, columns, first : last].T."""
-    for k in range(first, last, BLOCK_K):
-        ks = k + tl.arange(0, BLOCK_K)
-        x = load_block(product.a, tile.e * 0, tile.rows, tile.m_end, ks, last, A)
-        y = load_block(product.b, tile.e, tile.columns, tile.N, ks, last, B)
-        acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+    if A.block_scaled:
+        acc = multiply_stored(acc, product, tile, first, last, A, B, BLOCK_K)
+    else:
+        for k in range(first, last, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            x = load_block(product.a, tile.e * 0, tile.rows, tile.m_end, ks, last, A)
+            y = load_block(product.b, tile.e, tile.columns, tile.N, ks, last, B)
+            acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
     return acc
 
 

@@ -70,15 +70,19 @@ def _target(arch: str | None, num_sms: int | None, here: Target | None) -> Targe
 def experts_without_memory(
     hidden: int, intermediate: int, num_experts: int, format: str, activation: str, bias: bool
 ) -> ExpertWeights:
-    """Return experts as `pack` would for the current target, with MX scale factors of at most 2, without memory."""
+    """Return experts as `pack` would for the current target, with MX scale factors of at most 2, without memory.
+
+    Two are packed, as which all others are: to pack hundreds takes seconds, also without memory.
+    """
     format_named(format, "--format")
     rows = intermediate * (2 if has_gate(activation) else 1)
-    shapes = (num_experts, rows, hidden), (num_experts, hidden, intermediate)
+    shapes = (2, rows, hidden), (2, hidden, intermediate)
     gate_up_bias, down_bias = (without_memory(shape[:2], torch.float32) if bias else None for shape in shapes)
     gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)
-    return with_small_factors(
+    two = with_small_factors(
         pack(gate_up, down, format, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias)
     )
+    return two._map(lambda x: x.new_empty_strided((num_experts, *x.shape[1:]), x.stride()))
 
 
 def calls_of(

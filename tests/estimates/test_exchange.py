@@ -1,8 +1,8 @@
-"""Choice between gathering all tokens and counting them first."""
+"""Choices of the exchange: gathering or counting tokens, summing rows before they are sent."""
 
 import pytest
 
-from envoi.estimates.exchange import WITHIN_A_HOST, Link, gathering_pays
+from envoi.estimates.exchange import WITHIN_A_HOST, Link, gathering_pays, presum_pays
 
 NCCL = WITHIN_A_HOST
 
@@ -30,3 +30,24 @@ def test_the_sides_are_the_formulas_of_the_page(num_ranks, presum):
     for factor, want in ((1.01, True), (0.99, crossover_us < 0)):
         link = Link(50.0, max(0.0, crossover_us) * factor)
         assert pays(link, num_ranks, tokens, k, hidden, token_bytes, presum) is want
+
+
+def sizes(hidden, num_topk, max_tokens, num_ranks=4):
+    return {"hidden": hidden, "num_topk": num_topk, "max_tokens": max_tokens, "num_ranks": num_ranks}
+
+
+@pytest.mark.parametrize(
+    ("layer", "intermediate", "faster"),
+    [
+        (sizes(2048, 8, 64), 768, False),
+        (sizes(2048, 8, 2048), 768, True),
+        (sizes(2048, 8, 8192), 768, True),
+        (sizes(4096, 6, 64), 2048, False),
+        (sizes(4096, 6, 2048), 2048, False),
+        (sizes(4096, 6, 8192), 2048, False),
+        (sizes(7168, 8, 2048), 2048, False),
+    ],
+    ids=str,
+)
+def test_sums_pay_as_measured_on_four_h200(layer, intermediate, faster):
+    assert presum_pays(**layer, intermediate=intermediate, format="fp8_block128") == faster
