@@ -161,7 +161,8 @@ def in_bands(problem: Problem, config: Config) -> Config:
         return round(sent_cycles(problem, config, tensor, H200.num_sms))
 
     high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
-    return min([*sorted(high, key=rows), *low[y_bytes > L2_KEEPS :]], key=cycles)
+    low = low[-1:] if y_bytes > L2_KEEPS else sorted(low, key=rows)
+    return min([*sorted(high, key=rows), *low], key=cycles)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

@@ -131,7 +131,7 @@ def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
 def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, costs: Costs) -> tuple[float, float]:
     """Return the cycles of a step along K of most tiles, and of those with the last rows of a dense GEMM.
 
-    Rows of a box outside of the matrix are slow to fill with zeros, unless the whole box is outside.
+    Rows of a box outside of the matrix are slow to fill with zeros, also where the whole box is outside.
     """
     row_bytes = config.block_k * problem.element_bytes
     tensor = tensor_cycles(config, row_bytes, costs)
@@ -145,9 +145,10 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     token_tiles = cdiv(problem.M, config.block_m)
     # See `TileScheduler.ending_with_tokens`.
     moved = config.tiles_overlap and token_tiles > 1 and (config.split_k == 1 or tiles < num_sms)
-    if not problem.num_groups and not moved:
+    if not problem.num_groups:
         units = tiles + tiles % num_sms * (config.split_k - 1)
-        lines = -problem.M % box * row_bytes / 128
+        rows = -problem.M % config.block_m
+        lines = (rows // box * box if moved else rows) * row_bytes / 128
         outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
     factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
     added = 0.0
