@@ -22,7 +22,7 @@ def indexer_blocks(draw: Draw) -> Case:
     q = draw.placed(given.q.view(torch.float8_e4m3fn), draw.one(("plain", "rows")))
     lengths = torch.tensor(given.lengths, dtype=torch.int32, device=device)
     tensors = q, given.cache().to(device), draw.placed(given.weights), lengths, draw.placed(given.table)
-    options = {"output": "slots" if given.slots else "positions", "order": given.order}
+    options: dict[str, Any] = {"output": "slots" if given.slots else "positions", "order": given.order}
 
     def call() -> Any:
         blocks, errors = envoi.indexer_blocks(*tensors, num, block, given.next_n, return_errors=True)
