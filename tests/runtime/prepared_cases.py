@@ -19,7 +19,7 @@ from envoi.router import Rule
 from envoi.types import QuantTensor
 from tests.moe.layers import Layer, make
 from tests.moe.own import reglu
-from tools.oracles.indexer_workloads import one
+from tools.oracles.indexer_workloads import one, random_fp4_cache
 
 
 @epilogue
@@ -157,8 +157,13 @@ def indexer_cases(length: int) -> dict[str, Case]:
         tensors[3][0] -= 100 * i
         return tensors, {"k": 512, "mode": "fast", **named}
 
+    def in_fp4(i: int) -> tuple[tuple, dict]:
+        (q, cache, *rest), named = arguments(i)
+        return (q, random_fp4_cache(len(cache)), *rest), named
+
     return {
         "indexer": Case(envoi.indexer_topk, arguments),
+        "indexer-fp4": Case(envoi.indexer_topk, in_fp4),
         "indexer-positions": Case(
             envoi.indexer_topk, lambda i: arguments(i, output="positions", order="any", return_errors=True)
         ),
