@@ -28,7 +28,6 @@ KERNELS = tuple(
         ("combine", "sums of the rows of each token's slots", EVERY_ARCH, _layer("bf16"), "combine"),
         ("both-gemms", "L1 and L2 in one launch, in fp8_block128", HOPPER, _layer("fp8_block128", M // 2), "fused"),
         ("l1-few", "L1 that asks for weights before its rows are there", HOPPER, _layer("bf16", M // 64), "gemm"),
-        ("l1-fp8-row", "likewise, in fp8_row, with the tokens on the M side", HOPPER, _layer("fp8_row"), "gemm"),
         ("both-gemms-few", "with 48 rows an expert", HOPPER, _layer("fp8_block128", M // 8), "fused"),
     )
 )
