@@ -457,8 +457,10 @@ def test_ranks_that_name_different_ones_end_in_time():
         assert outcome.value[len(starts) :] == ([] if rank == 2 else ["going on without lost ranks [2]"])
 
 
-def come_again(rank: int, num_ranks: int) -> list:
-    """Let rank 1 go on without rank 2 only when rank 0 has given up to; then both at once; return how that ended."""
+def come_again(rank: int, num_ranks: int, how: str) -> list:
+    """Go on without rank 2, rank 1 only when rank 0 has given up to, or at first without rank 0; then both at once.
+
+    Returns how that ended."""
     layer, found = make(), []
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 8], timeout_s=3.0)
     inputs = tokens_of(layer, rank, num_ranks)
@@ -467,12 +469,13 @@ def come_again(rank: int, num_ranks: int) -> list:
     if rank == 2:
         cases.hear([0, 1], "done")
         return found
-    if rank == 1:
+    if rank == 1 and how == "late":
         cases.hear([0], "gave up")
-    try:
-        parallel.without([2])
-    except PeerTimeout as error:
-        found.append(error.ranks)
+    if rank == 0 or how == "others":
+        try:
+            parallel.without([0] if rank == 1 else [2])
+        except PeerTimeout as error:
+            found.append(error.ranks)
     cases.say(rank, "gave up")
     cases.hear([1 - rank], "gave up")
     left = parallel.without([2])
@@ -482,10 +485,12 @@ def come_again(rank: int, num_ranks: int) -> list:
     return found
 
 
-def test_ranks_that_came_apart_can_try_again():
-    for rank, outcome in enumerate(run_ranks(3, come_again)):
+@pytest.mark.parametrize("how", ["late", "others"])
+def test_ranks_that_came_apart_can_try_again(how):
+    for rank, outcome in enumerate(run_ranks(3, come_again, how)):
         assert outcome.text == ""
-        assert rank == 2 or outcome.value == [[1], (4, 5, 6, 7), True]
+        gave_up = [[[1]], [[2]] if how == "others" else []]
+        assert rank == 2 or outcome.value == [*gave_up[rank], (4, 5, 6, 7), True]
 
 
 def after_other_groups(rank: int, num_ranks: int) -> tuple:

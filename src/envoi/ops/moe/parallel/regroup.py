@@ -1,6 +1,7 @@
 """Changes of an open ExpertParallel: another placement, and ranks that are left when others are lost."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -15,7 +16,7 @@ from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_placement
 from envoi.ops.moe.parallel.store import connect
 
 WITHOUT, UPDATE = "going on without lost ranks", "update of the placement"
-_tries: dict[str, count] = {}
+_made: Counter[str] = Counter()  # groups by the name of their tries
 
 
 def places_left(watch: Watch, ranks: Any) -> list[int]:
@@ -43,9 +44,10 @@ def group_of(watch: Watch, ranks: list[int], backend: str, given: Any = None) ->
             raise ValueError(f"group: expected one of ranks {ranks}, got one of {found}")
         return given
     name = f"{watch.name} of {','.join(map(str, ranks))}"
-    name = f"{name} #{next(_tries.setdefault(name, count()))}"  # ranks that came apart have all failed once
+    joined = _next_try(watch, ranks, name)
     # Not in the making of the group: it waits for a rank that doesn't come as long as its collectives may take.
-    Watch(connect(), name, ranks, watch.rank, watch.timeout_s).join(WITHOUT)
+    joined.join(WITHOUT)
+    _made[name] += 1
     internals, kind = dist.distributed_c10d, dist.Backend(backend)
     longest = internals._get_default_timeout(kind)
     if "nccl" not in backend:
@@ -57,11 +59,23 @@ def group_of(watch: Watch, ranks: list[int], backend: str, given: Any = None) ->
     try:
         store = internals._get_default_store()
         sizes = len(ranks), ranks.index(watch.rank), ranks
-        made, _ = internals._new_process_group_helper(*sizes, kind, store, name, timeout=longest)
+        made, _ = internals._new_process_group_helper(*sizes, kind, store, joined.name, timeout=longest)
     finally:
         default.bound_device_id = device
     internals._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, made)
+
+
+def _next_try(watch: Watch, ranks: list[int], name: str) -> Watch:
+    """Return a watch of the first try to make a group that no rank has given up, so that ranks find each other."""
+    numbers = count(_made[name])
+    while True:
+        found = Watch(connect(), f"{name} #{next(numbers)}", ranks, watch.rank, watch.timeout_s)
+        try:
+            if not found.ask(lambda store: store.check(["alarm"]), watch.timeout_s):
+                return found
+        except RuntimeError:  # the store is gone, or silent: to join says so
+            return found
 
 
 def options_left(
