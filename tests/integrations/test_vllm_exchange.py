@@ -31,7 +31,9 @@ class Exchange:
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.given, self.calls, self.warmed, self.closed = (arguments, named), [], 0, False
-        self.num_experts, self.transport = RANKS * E, "nvlink"
+        if arguments[0] is None:
+            raise ValueError("experts: expected ExpertWeights, got NoneType")
+        self.num_experts, self.transport, self.exchange, self.why = RANKS * E, "nvlink", "memory", "no links"
 
     def moe(self, tokens: torch.Tensor, routing: envoi.Routing, *, out: torch.Tensor) -> torch.Tensor:
         self.calls.append((tokens, routing))
@@ -65,6 +67,7 @@ def vllm(request, monkeypatch):
     monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
     monkeypatch.setattr(lines, "_said", set())
     monkeypatch.setattr(experts, "_warm", set())
+    monkeypatch.setattr(exchange, "_late", [])
     monkeypatch.setattr(envoi, "ExpertParallel", Exchange)
     experts.experts_class.cache_clear()
     yield found
@@ -199,3 +202,61 @@ def test_nothing_is_exchanged_unless_it_is_asked_for(vllm, why, monkeypatch, cap
     assert layer.kernel.fused_experts.exchange is None and layer.kernel.impl.prepare_finalize == "vLLM's"
     said = [record.getMessage() for record in caplog.records if "exchange" in record.getMessage()]
     assert bool(said) == (why == "vLLM's kernel") and exchange.TIMEOUT_S > 0
+
+
+def test_a_rank_whose_layer_isnt_packed_says_so_to_its_peers(vllm, monkeypatch, caplog):
+    """They would wait for it, and count their objects otherwise than it does."""
+    giving_way(vllm, monkeypatch, "bf16")
+    monkeypatch.setattr(engines, "pack_layer", fail)
+    opened = []
+    monkeypatch.setattr(envoi, "ExpertParallel", lambda *given, **named: opened.append(given[0]) or Exchange(*given))
+    layer = Layer(vllm, tensors("bf16"))
+    assert opened == [None] and layer.kernel.impl.prepare_finalize == "vLLM's"
+    assert "exchanges tokens of the MoE layers: ValueError: experts: expected ExpertWeights" in caplog.text
+
+
+def test_after_a_rank_that_didnt_come_no_layer_waits_for_one(vllm, monkeypatch, caplog):
+    tried = []
+
+    def late(*arguments: Any, **named: Any) -> None:
+        tried.append(arguments)
+        raise envoi.PeerTimeout([1], "opening the group", 300.0)
+
+    monkeypatch.setattr(envoi, "ExpertParallel", late)
+    layers = [Layer(vllm, tensors("bf16")) for _ in range(3)]
+    assert len(tried) == 1 and all(layer.kernel.impl.prepare_finalize == "vLLM's" for layer in layers)
+    assert "PeerTimeout: opening the group: rank 1 is lost" in caplog.text
+
+
+def test_counted_rows_which_no_graph_holds_are_left_to_vllms_exchange(vllm, monkeypatch, caplog):
+    opened = []
+
+    class OverNccl(Exchange):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.transport, self.exchange = "nccl", "counted"
+            opened.append(self)
+
+    monkeypatch.setattr(envoi, "ExpertParallel", OverNccl)
+    assert Layer(vllm, tensors("bf16")).kernel.impl.prepare_finalize == "vLLM's"
+    assert opened[0].closed and "rows are counted, for which the host waits (no links)" in caplog.text
+
+
+def test_an_exchange_isnt_joined_by_a_kernel_of_vllms_that_has_taken_over(vllm, monkeypatch):
+    """vLLM may keep a kernel while it loads weights anew, which then can be packed."""
+    giving_way(vllm, monkeypatch, "bf16")
+    given = tensors("bf16")
+    ours = made(vllm, "bf16", given, parallel=PARALLEL, num_experts=RANKS * E)
+    layer = SimpleWeights(given)
+    with monkeypatch.context() as failing:
+        failing.setattr(engines, "pack_layer", fail)
+        ours.take(layer)
+    ours.take(layer)
+    assert ours.own is not None and ours.packed is None
+
+
+class SimpleWeights:
+    """Weights of a layer of vLLM's."""
+
+    def __init__(self, given: dict[str, torch.Tensor]) -> None:
+        self.w13_weight, self.w2_weight = given["gate_up"], given["down"]

@@ -558,6 +558,13 @@ def test_outs_share_no_memory(hopper):
         replay.check_out([first, second], [((64, 128), (128, 1), torch.bfloat16)] * 2, CPU_DEVICE)
 
 
+def test_an_out_of_one_row_may_be_a_part_of_longer_rows():
+    """It counts as contiguous, and `ExpertParallel` has let it pass before its peers rely on the call."""
+    out = torch.empty(3, 256, dtype=torch.bfloat16)[1:2, :128]
+    assert out.is_contiguous() and out.stride() == (256, 1)
+    replay.check_out([out], [((1, 128), (128, 1), torch.bfloat16)], CPU_DEVICE)
+
+
 def test_a_workspace_is_the_callers(hopper):
     case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-bf16"]
     given, named = case.arguments(0)

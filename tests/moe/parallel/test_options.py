@@ -3,9 +3,10 @@
 import warnings
 
 import pytest
+import torch
 
 from envoi.ops.moe.parallel.nvlink import SharedLayout
-from envoi.ops.moe.parallel.opening import wanted_by
+from envoi.ops.moe.parallel.opening import check_given, wanted_by
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.warm_up import without_tensors
 from envoi.runtime.devices import Target, limited
@@ -92,6 +93,11 @@ def test_over_gloo_rows_are_counted_whatever_is_asked_and_wrong_options_are_refu
 def test_old_arguments_mean_an_exchange():
     for given, way, _ in OLD:
         assert wanted_by("auto", given.get("hosts"), given.get("presum"), None)[0] == way
+
+
+def test_wrong_tokens_beside_an_out_are_a_refusal_which_peers_hear_of():
+    with pytest.raises(ValueError, match="^tokens: expected tensor, got str 'x'$"):
+        check_given(torch.empty(1, 8), None, "x", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("hosts", [(), ("a", "b")], ids=["memory", "hosts"])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from envoi.experts import balanced_placement, pack
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
-from envoi.ops.moe.parallel.load import NO_CALL
-from envoi.ops.moe.parallel.placement import BAD_ID, Placed, place
+from envoi.ops.moe.parallel.load import NO_CALL, empty_history, load_of, note
+from envoi.ops.moe.parallel.placement import BAD_ID, Placed, check_placement, place
 from envoi.quant import FORMATS
 from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits
@@ -126,6 +126,7 @@ def test_one_hot_expert_is_on_every_rank_and_what_is_left_over_is_empty():
         ),
         ([], [1], "num_tokens_per_expert: expected numbers of at least 0"),
         ([1], [-1, 3], "num_physical_per_rank: expected an int of at least 0, got -1"),
+        ([1], 3, "num_physical_per_rank: expected a number for each rank, got int 3"),
     ],
 )
 def test_loads_and_numbers_that_cannot_be(loads, room, said):
@@ -420,11 +421,15 @@ def without_wrongly(rank: int, num_ranks: int) -> list[str]:
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 8], timeout_s=3.0)
     inputs = tokens_of(layer, rank, num_ranks)
     want = parallel.moe(*inputs)
-    for wrong in ([], [rank], [7], "1", 1):
+    for wrong in ([], [rank], [7], "1", 1, [[1 - rank]]):
         try:
             parallel.without(wrong)
         except ValueError as error:
             found.append(str(error))
+    try:
+        parallel.without([(rank + 1) % 3], dist.group.WORLD)
+    except ValueError as error:
+        found.append(str(error))
     assert torch.equal(parallel.moe(*inputs), want)
     dist.barrier()
     if rank != 2:
@@ -445,13 +450,17 @@ def test_ranks_that_name_different_ones_end_in_time():
             "ranks: expected some of the group's ranks [0, 1, 2], got [7]",
             "ranks: expected some of the group's ranks [0, 1, 2], got '1'",
             "ranks: expected some of the group's ranks [0, 1, 2], got 1",
+            f"ranks: expected some of the group's ranks [0, 1, 2], got [[{1 - rank}]]",
+            f"group: expected one of ranks {sorted({0, 1, 2} - {(rank + 1) % 3})}, got one of [0, 1, 2]",
         ]
-        assert outcome.value[:5] == starts
-        assert outcome.value[5:] == ([] if rank == 2 else ["going on without lost ranks [2]"])
+        assert outcome.value[: len(starts)] == starts
+        assert outcome.value[len(starts) :] == ([] if rank == 2 else ["going on without lost ranks [2]"])
 
 
-def come_again(rank: int, num_ranks: int) -> list:
-    """Let rank 1 go on without rank 2 only when rank 0 has given up to; then both at once; return how that ended."""
+def come_again(rank: int, num_ranks: int, how: str) -> list:
+    """Go on without rank 2, rank 1 only when rank 0 has given up to, or at first without rank 0; then both at once.
+
+    Returns how that ended."""
     layer, found = make(), []
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 8], timeout_s=3.0)
     inputs = tokens_of(layer, rank, num_ranks)
@@ -460,12 +469,13 @@ def come_again(rank: int, num_ranks: int) -> list:
     if rank == 2:
         cases.hear([0, 1], "done")
         return found
-    if rank == 1:
+    if rank == 1 and how == "late":
         cases.hear([0], "gave up")
-    try:
-        parallel.without([2])
-    except PeerTimeout as error:
-        found.append(error.ranks)
+    if rank == 0 or how == "others":
+        try:
+            parallel.without([0] if rank == 1 else [2])
+        except PeerTimeout as error:
+            found.append(error.ranks)
     cases.say(rank, "gave up")
     cases.hear([1 - rank], "gave up")
     left = parallel.without([2])
@@ -475,7 +485,70 @@ def come_again(rank: int, num_ranks: int) -> list:
     return found
 
 
-def test_ranks_that_came_apart_can_try_again():
-    for rank, outcome in enumerate(run_ranks(3, come_again)):
+@pytest.mark.parametrize("how", ["late", "others"])
+def test_ranks_that_came_apart_can_try_again(how):
+    for rank, outcome in enumerate(run_ranks(3, come_again, how)):
         assert outcome.text == ""
-        assert rank == 2 or outcome.value == [[1], (4, 5, 6, 7), True]
+        gave_up = [[[1]], [[2]] if how == "others" else []]
+        assert rank == 2 or outcome.value == [*gave_up[rank], (4, 5, 6, 7), True]
+
+
+def after_other_groups(rank: int, num_ranks: int) -> tuple:
+    """Go on without rank 2 where rank 0 is in a group more, and NCCL would split the default group's communicator."""
+    layer, splits = make(), []
+    dist.new_group([0])
+    parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 8], timeout_s=6.0)
+    inputs = tokens_of(layer, rank, num_ranks)
+    want = parallel.moe(*inputs)
+    if rank == 2:
+        cases.hear([0, 1], "done")
+        return ()
+    internals = dist.distributed_c10d
+    default, device = internals._get_default_group(), torch.device("cuda", 0)
+    default.bound_device_id, internals._get_split_source = device, splits.append
+    left = parallel.without([2])
+    needs = torch.isin(inputs[1].topk_ids, torch.tensor(left.missing_experts)).any(1)
+    right = torch.equal(left.moe(*inputs)[~needs], want[~needs])
+    cases.say(rank, "done")
+    return right, splits, default.bound_device_id == device
+
+
+def test_ranks_that_are_left_need_no_other_group():
+    outcomes = run_ranks(3, after_other_groups)
+    assert [(outcome.text, outcome.value) for outcome in outcomes] == [("", (True, [], True))] * 2 + [("", ())]
+
+
+def closed_and_moved(rank: int, num_ranks: int) -> list[str]:
+    """Close an object, on rank 1 first, and move its experts; return the errors."""
+    layer, found = make(), []
+    parallel = open_placed(layer, "bf16", rank, ENDS, PLACEMENT)
+    for closed in (rank == 1, True):
+        if closed:
+            parallel.close()
+        try:
+            parallel.update_placement(PLACEMENT)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_closed_object_has_no_placement_to_change():
+    said = "ExpertParallel: expected an open object, got one that was closed"
+    for rank, outcome in enumerate(run_ranks(2, closed_and_moved)):
+        assert outcome.text == ""
+        assert outcome.value == ["rank 1 of the group refused its arguments: " * (rank == 0) + said, said]
+
+
+def test_an_expert_far_away_is_refused_at_once():
+    with pytest.raises(ValueError, match="^placement: expected every expert, got none that is 1; pass num_experts"):
+        check_placement([0, 1 << 60], 2, None)
+
+
+def test_tokens_of_a_missing_expert_are_no_load_of_another():
+    """They are computed by physical expert 3, which isn't used."""
+    placement, history = [0, 1, 2, -1], empty_history(4, CPU)
+    ids = place(Placed.on(CPU, placement, 8, 0), torch.zeros(1, 2), torch.tensor([[1, 7]], dtype=torch.int32))[1]
+    note(history, torch.bincount(ids.flatten(), minlength=4))
+    load = load_of(history, [0, 4], Placed.on(CPU, placement, 8, 0), tuple(placement))
+    assert load.num_tokens_per_expert[-1].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert load.num_tokens_per_physical[-1].tolist() == [0, 1, 0, 1]

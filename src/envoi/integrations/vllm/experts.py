@@ -132,8 +132,11 @@ class Experts:
     def take(self, layer: Any) -> None:
         """Pack a layer of vLLM's whose weights are loaded and processed, anew into the memory of an earlier packing.
 
-        Raises RuntimeError if that fails and vLLM has no kernel for the weights either.
+        Raises RuntimeError if that fails and vLLM has no kernel for the weights either. A kernel of vLLM's that has
+        taken over runs what is loaded anew too.
         """
+        if self.own is not None:
+            return
         before = _packed.get(layer)  # perhaps by another object: vLLM makes its kernels anew
         try:
             self.packed = _packed[layer] = self._pack(layer.w13_weight, layer.w2_weight, layer, before)

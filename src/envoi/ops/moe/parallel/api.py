@@ -80,7 +80,7 @@ class ExpertParallel:
         fused: False changes nothing, True is refused. What it chose was slower, and was removed.
 
     Attributes: num_experts (of a routing), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]; with
-    a placement these are physical experts), placement (a tuple, or None), missing_experts (see num_experts),
+    a placement these are physical experts), placement (a tuple, or None), missing_experts (see num_experts), group,
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
     "hosts", "gathered" or "counted") and presum (True or False).
 
@@ -113,7 +113,7 @@ class ExpertParallel:
         exchange, warned = opening.wanted_by(exchange, hosts, presum, fused)
         for text in warned:
             warnings.warn(text, DeprecationWarning, 3)
-        group = opening.resolve_group(group)
+        self.group = group = opening.resolve_group(group)
         self._backend = dist.get_backend_config(group)
         self._options = {
             "timeout_s": timeout_s, "max_tokens": max_tokens, "num_topk": num_topk, "hosts": hosts,
@@ -385,7 +385,8 @@ class ExpertParallel:
         anew. Not while a graph is captured. Raises ValueError on every rank if one's is refused or they differ.
         """
         with self._lock, self._on_device():
-            given = regroup.agree_on(self.channel, placement, self._team.placed, self._may_lack)
+            refusal = complaint(self._open_exchange)
+            given = regroup.agree_on(self.channel, placement, self._team.placed, self._may_lack, refusal)
             cast(Placed, self._team.placed).update(given)
             forget(self._team.history)
             self.placement = tuple(given)
@@ -400,9 +401,9 @@ class ExpertParallel:
     ) -> "ExpertParallel":
         """Return an object like this one over the ranks that are left, and close this one. Collective over those.
 
-        ranks: global ranks that are lost: `PeerTimeout.ranks`. group: of those that are left; None = a new one, which
-        every call makes: for many layers make one, `dist.new_group(left, use_local_synchronization=True)`. options: of
-        the constructor, in place of this object's.
+        ranks: global ranks that are lost: `PeerTimeout.ranks`. group: of those that are left, in their order; None = a
+        new one, which every call makes: of many layers give all but the first the `group` of the first one's result
+        (`dist.new_group` may wait for lost ranks). options: of the constructor, in place of this object's.
 
         Experts with a replica on a rank that is left are computed there, with the same bits. The others are
         `missing_experts`: tokens routed to one come out NaN, and no other token changes. Takes as long as an opening;
@@ -412,8 +413,7 @@ class ExpertParallel:
         """
         watch, placement = self.channel.watch, self.placement or range(self.expert_offsets[-1])
         places = regroup.places_left(watch, ranks)
-        if group is None:
-            group = regroup.group_of(watch, [watch.ranks[place] for place in places], self._backend)
+        group = regroup.group_of(watch, [watch.ranks[place] for place in places], self._backend, group)
         given = regroup.options_left(self._options, places, placement, self.expert_offsets)
         given |= {"num_experts": self.num_experts, **options}
         made = ExpertParallel(self.experts, group, **given)

@@ -43,7 +43,8 @@ class Load:
     num_tokens_per_expert [calls, num_experts] int32, the newest call last: slots with the expert, on the device where
     they were counted; -1 for calls that haven't been made. expert_offsets: rank r owns experts expert_offsets[r] :
     expert_offsets[r + 1]. With a placement these are physical experts: per_physical [calls, num_physical] int32,
-    and placement, which experts they are; calls before the last `update_placement` aren't kept.
+    and placement, which experts they are; calls before the last `update_placement` aren't kept. Tokens of a missing
+    expert, which come out NaN, count for the physical expert that computed them, and for the expert that it is, if any.
 
     Tensors are filled in the order of the device's stream; printing a Load, or `busiest`, waits for them.
     """
@@ -125,6 +126,6 @@ def load_of(
     counts = torch.where(made, found, NO_CALL)
     if placed is None:
         return Load(counts, tuple(expert_offsets))
-    experts = found.new_zeros(HISTORY, placed.num_experts)
-    experts.index_add_(1, placed.logical.clamp(min=0), found)  # nothing comes to an unused one
-    return Load(torch.where(made, experts, NO_CALL), tuple(expert_offsets), counts, placement)
+    experts = found.new_zeros(HISTORY, placed.num_experts + 1)  # the last one takes what an unused one has
+    experts.index_add_(1, torch.where(placed.logical < 0, placed.num_experts, placed.logical), found)
+    return Load(torch.where(made, experts[:, :-1], NO_CALL), tuple(expert_offsets), counts, placement)

@@ -132,6 +132,7 @@ def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
 
 def check_given(out: Any, workspace: Any, tokens: torch.Tensor, device: torch.device) -> None:
     """Raise ValueError unless a call can use the caller's memory, but for the size of a workspace."""
+    expect_tensor("tokens", tokens)
     if out is not None:
         check_out(out, tokens)
     if workspace is not None:

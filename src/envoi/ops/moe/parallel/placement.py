@@ -129,11 +129,11 @@ def check_placement(placement: Sequence[int], num_physical: int, num_experts: in
         )
     most = max(placement, default=UNUSED) + 1
     if num_experts is None:
-        lacking = sorted(set(range(most)) - set(placement))
-        if lacking or not most:
+        there = set(placement)
+        lacking = next((e for e in range(most) if e not in there), None if most else 0)
+        if lacking is not None:
             raise ValueError(
-                f"placement: expected every expert, got none that is {lacking[0] if lacking else 0}; pass "
-                "num_experts if some may be missing"
+                f"placement: expected every expert, got none that is {lacking}; pass num_experts if some may be missing"
             )
         return most
     if most > num_experts:
@@ -219,6 +219,10 @@ def balanced_placement(
     same numbers compute the same. Raises ValueError for too few of them, and for loads that are negative or no numbers.
     """
     loads = check_loads(num_tokens_per_expert)
+    if not isinstance(num_physical_per_rank, list | tuple):
+        raise ValueError(
+            f"num_physical_per_rank: expected a number for each rank, got {describe(num_physical_per_rank)}"
+        )
     room = [expect_int("num_physical_per_rank", n, 0) for n in num_physical_per_rank]
     if sum(room) < len(loads):
         raise ValueError(

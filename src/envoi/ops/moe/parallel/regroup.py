@@ -1,20 +1,22 @@
 """Changes of an open ExpertParallel: another placement, and ranks that are left when others are lost."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from envoi.ops.moe.parallel.collectives import Channel, complaint, gather_texts, refuse_together
 from envoi.ops.moe.parallel.failure import CONNECT_S, Watch
+from envoi.ops.moe.parallel.opening import resolve_group
 from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_placement, check_same, missing_experts
 from envoi.ops.moe.parallel.store import connect
 
 WITHOUT, UPDATE = "going on without lost ranks", "update of the placement"
-_tries: dict[str, count] = {}
+_made: Counter[str] = Counter()  # groups by the name of their tries
 
 
 def places_left(watch: Watch, ranks: Any) -> list[int]:
@@ -22,25 +24,58 @@ def places_left(watch: Watch, ranks: Any) -> list[int]:
 
     Raises ValueError for ranks that aren't the group's, or unless this one is left.
     """
-    if not isinstance(ranks, list | tuple | set | frozenset) or not ranks or not set(ranks) <= set(watch.ranks):
+    known = isinstance(ranks, list | tuple | set | frozenset) and all(rank in watch.ranks for rank in ranks)
+    if not known or not ranks:
         raise ValueError(f"ranks: expected some of the group's ranks {watch.ranks}, got {ranks!r}")
     if watch.rank in ranks:
         raise ValueError(f"ranks: expected others than this one, {watch.rank}, got {sorted(ranks)}")
     return [place for place, rank in enumerate(watch.ranks) if rank not in ranks]
 
 
-def group_of(watch: Watch, ranks: list[int], backend: str) -> dist.ProcessGroup:
+def group_of(watch: Watch, ranks: list[int], backend: str, given: Any = None) -> dist.ProcessGroup:
     """Make a group of some of a group's ranks, global ones, once all of them have come. Collective over these.
 
-    backend: of the new group. Raises PeerTimeout, as an opening does, if one of them doesn't come.
+    backend: of the new group. given: a caller's group of these ranks, which is returned; None = make one. Raises
+    PeerTimeout, as an opening does, if a rank doesn't come, ValueError for a group of others.
     """
+    if given is not None:
+        given = resolve_group(given)
+        if (found := dist.get_process_group_ranks(given)) != ranks:
+            raise ValueError(f"group: expected one of ranks {ranks}, got one of {found}")
+        return given
     name = f"{watch.name} of {','.join(map(str, ranks))}"
-    name = f"{name} #{next(_tries.setdefault(name, count()))}"  # ranks that came apart have all failed once
-    # Not in new_group: it waits for a rank that doesn't come as long as its collectives may take.
-    Watch(connect(), name, ranks, watch.rank, watch.timeout_s).join(WITHOUT)
-    longest = timedelta(seconds=max(CONNECT_S, watch.timeout_s)) if "nccl" not in backend else None
-    made: Any = dist.new_group(ranks, longest, backend, use_local_synchronization=True)
-    return made
+    joined = _next_try(watch, ranks, name)
+    # Not in the making of the group: it waits for a rank that doesn't come as long as its collectives may take.
+    joined.join(WITHOUT)
+    _made[name] += 1
+    internals, kind = dist.distributed_c10d, dist.Backend(backend)
+    longest = internals._get_default_timeout(kind)
+    if "nccl" not in backend:
+        longest = timedelta(seconds=max(CONNECT_S, watch.timeout_s))
+    # Not dist.new_group: its names depend on how many other groups a rank is in, and where the default group has a
+    # device, NCCL would split that one's communicator, for which it waits for lost ranks too.
+    default = internals._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        store = internals._get_default_store()
+        sizes = len(ranks), ranks.index(watch.rank), ranks
+        made, _ = internals._new_process_group_helper(*sizes, kind, store, joined.name, timeout=longest)
+    finally:
+        default.bound_device_id = device
+    internals._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, made)
+
+
+def _next_try(watch: Watch, ranks: list[int], name: str) -> Watch:
+    """Return a watch of the first try to make a group that no rank has given up, so that ranks find each other."""
+    numbers = count(_made[name])
+    while True:
+        found = Watch(connect(), f"{name} #{next(numbers)}", ranks, watch.rank, watch.timeout_s)
+        try:
+            if not found.ask(lambda store: store.check(["alarm"]), watch.timeout_s):
+                return found
+        except RuntimeError:  # the store is gone, or silent: to join says so
+            return found
 
 
 def options_left(
@@ -54,10 +89,12 @@ def options_left(
     return options | {"placement": held, "hosts": hosts}
 
 
-def agree_on(channel: Channel, placement: Any, placed: Placed | None, may_lack: bool) -> list[int]:
+def agree_on(
+    channel: Channel, placement: Any, placed: Placed | None, may_lack: bool, refusal: str = ""
+) -> list[int]:  # fmt: skip
     """Return a new placement of a caller as a list. Collective; ValueError on every rank if they can't all use it.
 
-    placed: the present one. may_lack: experts may be missing.
+    placed: the present one. may_lack: experts may be missing. refusal: why this rank can't have any, or "".
     """
 
     def check() -> None:
@@ -69,7 +106,7 @@ def agree_on(channel: Channel, placement: Any, placed: Placed | None, may_lack: 
         if missing and not may_lack:
             raise ValueError(f"placement: expected every expert, got none that is {missing[0]}")
 
-    refuse_together(channel, complaint(check), UPDATE)
+    refuse_together(channel, refusal or complaint(check), UPDATE)
     texts = gather_texts(channel, json.dumps(as_numbers(placement)), UPDATE)
     check_same([json.loads(text) for text in texts])
     return as_numbers(placement)
