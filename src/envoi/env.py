@@ -77,6 +77,11 @@ def routes_vllm() -> bool:
     return _switch("ENVOI_VLLM_ROUTE", False)
 
 
+def exchanges_vllm() -> bool:
+    """Return True to exchange vLLM's tokens too: `ENVOI_VLLM_EP=1` with `ENVOI_VLLM=1`, see `integrations.vllm`."""
+    return _switch("ENVOI_VLLM_EP", False)
+
+
 def serves_sglang() -> bool:
     """Return True to run SGLang's MoE layers: `ENVOI_SGLANG=1`, see `integrations.sglang`."""
     return _switch("ENVOI_SGLANG", False)

@@ -66,9 +66,11 @@ class Layer:
         """Return gate_up, or its bias, as it is kept."""
         return x if self.kept == self.gate_up_layout else interleaved(x, self.gate_up_layout, dim)
 
-    def pack(self, device: torch.device | str, first: int = 0, last: int | None = None) -> ExpertWeights:
-        """Pack experts first : last."""
-        part = slice(first, last)
+    def pack(
+        self, device: torch.device | str, first: int = 0, last: int | None = None, at: list[int] | None = None
+    ) -> ExpertWeights:
+        """Pack experts first : last, or those `at` these numbers."""
+        part = slice(first, last) if at is None else at
         gate_up_bias, down_bias = (None, None) if self.biases is None else (x[part].to(device) for x in self.biases)
         return envoi.experts.pack(
             self.gate_up[part].to(device), self.down[part].to(device), self.format, gate_up_bias=gate_up_bias,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import envoi
 from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.placement import Placed, place
 from envoi.types import Routing
 from tests.fuzz.approx import wrong
 from tests.fuzz.draw import Case, Draw
@@ -29,12 +30,16 @@ RANKS = "expert_parallel_ranks"
 
 @dataclass(frozen=True)
 class Setting:
-    """Layer, the ends of each rank's share of its tokens and experts, and whether ranks sum before they send."""
+    """Layer, the ends of each rank's share of its tokens and experts, and whether ranks sum before they send.
+
+    placement: of experts on ranks, whose ends are then of physical experts; or None.
+    """
 
     layer: Layer
     token_ends: list[int]
     expert_ends: list[int]
     presum: bool
+    placement: list[int] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -50,7 +55,10 @@ class Setting:
 
     def pack(self, rank: int, device: torch.device) -> Any:
         """Pack a rank's experts."""
-        return self.layer.pack(device, *list(pairwise([0, *self.expert_ends]))[rank])
+        first, last = list(pairwise([0, *self.expert_ends]))[rank]
+        if self.placement is None:
+            return self.layer.pack(device, first, last)
+        return self.layer.pack(device, at=[max(0, e) for e in self.placement[first:last]])
 
 
 def setting(draw: Draw) -> Setting:
@@ -68,7 +76,13 @@ def setting(draw: Draw) -> Setting:
     else:
         token_ends = [*sorted(draw.random.randint(0, M) for _ in range(num_ranks - 1)), M]
     expert_ends = [*sorted(draw.random.sample(range(1, E), num_ranks - 1)), E]
-    return Setting(given, token_ends, expert_ends, draw.form.chance(0.5))
+    found = Setting(given, token_ends, expert_ends, draw.form.chance(0.5))
+    if found.presum or not draw.form.chance(0.5):  # sums of ranks depend on which replica computes
+        return found
+    placement = [*range(E), *(draw.random.randrange(-1, E) for _ in range(draw.form.random.randint(0, 6)))]
+    draw.random.shuffle(placement)
+    ends = [*sorted(draw.random.sample(range(1, len(placement)), num_ranks - 1)), len(placement)]
+    return replace(found, placement=placement, expert_ends=ends)
 
 
 def how(draw: Draw) -> str:
@@ -84,7 +98,7 @@ def expert_parallel(draw: Draw) -> Case:
     sums = given.presum and way != "gloo"
     text = (
         f"{given.num_ranks} ranks, {way}, tokens to {given.token_ends}, experts to {given.expert_ends}, presum {sums}, "
-        f"{given.layer.text}"
+        f"placement {given.placement}, {given.layer.text}"
     )
 
     def judge(got: tuple[torch.Tensor, bool]) -> str:
@@ -159,7 +173,9 @@ def _on_rank(rank: int, given: Setting, group: Any, device: torch.device) -> Any
         options = {"max_tokens": most, "num_topk": given.layer.routing.topk_ids.shape[1], "presum": given.presum}
     parallel = None
     try:
-        parallel = envoi.ExpertParallel(given.pack(rank, device), group, timeout_s=TIMEOUT_S, **options)
+        parallel = envoi.ExpertParallel(
+            given.pack(rank, device), group, timeout_s=TIMEOUT_S, **options, placement=given.placement
+        )
         out = parallel.moe(*given.part(rank, device)).cpu()
         parallel.check()
         result: Any = (out, parallel.presum)
@@ -177,7 +193,13 @@ def attempt_in_one_process(draw: Draw) -> Any:
     r = given.layer.routing
     M, k = r.topk_ids.shape
     layout = SharedLayout(
-        given.num_ranks, r.num_experts, max(1, M), k, given.layer.tokens.shape[1], given.layer.format, given.presum
+        given.num_ranks,
+        given.expert_ends[-1],
+        max(1, M),
+        k,
+        given.layer.tokens.shape[1],
+        given.layer.format,
+        given.presum,
     )
     try:
         opened = domains.open_all(layout, [0, *given.expert_ends], str(device))
@@ -185,6 +207,10 @@ def attempt_in_one_process(draw: Draw) -> Any:
         for rank in range(given.num_ranks):
             tokens, routing = given.part(rank, device)
             routing = replace(routing, topk_weights=routing.topk_weights.float(), topk_ids=routing.topk_ids.int())
+            if given.placement is not None:
+                placed = Placed.on(device, given.placement, r.num_experts, rank)
+                slots = place(placed, routing.topk_weights.contiguous(), routing.topk_ids.contiguous())
+                routing = Routing(*slots, len(given.placement))
             parts.append((tokens.bfloat16(), routing))
         outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
     except Exception as error:

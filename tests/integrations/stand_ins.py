@@ -34,7 +34,8 @@ def stand_in(used: Used, fact: Fact) -> Any:
     if used.abstract is not None:
         return base(used, fact)
     if used.methods:
-        return type(used.name, (), {name: function(["self", *given]) for name, given in fact["methods"].items()})
+        methods = {name: function(["self", *given]) for name, given in fact["methods"].items()}
+        return type(used.name, (), dict.fromkeys(fact.get("members", ())) | methods)
     if used.members and all(name.lstrip("k")[:1].isupper() for name in used.members):
         return enum.Enum(used.name, {name: name for name in fact["members"]})
     if used.members:

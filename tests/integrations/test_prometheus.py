@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from envoi.integrations.prometheus import LoadMetrics
-from envoi.ops.moe.parallel.load import empty_history, load_of, note
+from envoi.ops.moe.parallel.load import empty_history, forget, load_of, note
+from envoi.ops.moe.parallel.placement import Placed
 
 
 def counting(offsets: list[int]) -> tuple[Any, Any]:
@@ -44,6 +45,28 @@ def test_a_scrape_has_the_counts_of_the_last_update():
     count(0, 4, 0)
     metrics.update()
     assert scrape(registry)['envoi_expert_tokens{expert="1",layer="layers.0",rank="1"}'] == 5.0
+
+
+def test_a_placement_has_samples_of_experts_where_they_are():
+    registry, history = prometheus_client.CollectorRegistry(), empty_history(4, torch.device("cpu"))
+    placement = [0, 1, 1, -1]
+    placed = Placed.on(torch.device("cpu"), placement, 2, 0)
+    parallel = SimpleNamespace(load=lambda: load_of(history, [0, 2, 4], placed, tuple(placement)))
+    metrics = LoadMetrics(cast(Any, {"layers.0": parallel}), registry)
+
+    def tokens() -> dict[str, float]:
+        note(history, torch.tensor([5, 2, 3, 0], dtype=torch.int32))
+        metrics.update()
+        found = scrape(registry)
+        return {name[len("envoi_expert_tokens") :]: n for name, n in found.items() if "expert_tokens" in name}
+
+    label = '{{expert="{}",layer="layers.0",rank="{}"}}'.format
+    assert tokens() == {label(0, 0): 5.0, label(1, 0): 2.0, label(1, 1): 3.0}
+    placement[:] = [1, 1, 0, 0]
+    placed.update(placement)
+    forget(history)
+    assert tokens() == {label(1, 0): 7.0, label(0, 1): 3.0}
+    assert scrape(registry)['envoi_rank_tokens{layer="layers.0",rank="1"}'] == 3.0
 
 
 def test_a_second_exporter_needs_a_registry_of_its_own():

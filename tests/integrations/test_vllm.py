@@ -15,8 +15,8 @@ import torch
 import envoi
 import envoi.integrations.vllm as integration
 from envoi.integrations import engines, lines, names
-from envoi.integrations.vllm import experts, select
-from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, SELECTORS
+from envoi.integrations.vllm import experts, loading, select
+from envoi.integrations.vllm.used import ALL, EXCHANGE, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
 from tests.integrations.stand_ins import OWN, RECORD, function, modules
@@ -81,7 +81,7 @@ def test_supported_releases_have_all_names(release):
 
 def test_the_record_is_of_the_supported_releases():
     assert set(RECORD) == {f"{engine} {release}" for engine, releases in RELEASES.items() for release in releases}
-    assert all(set(RECORD[release]) == {str(used) for used in (*ALL, *ROUTE)} for release in VLLM)
+    assert all(set(RECORD[release]) == {str(used) for used in (*ALL, *ROUTE, *EXCHANGE)} for release in VLLM)
 
 
 def test_stand_ins_have_what_releases_have(vllm):
@@ -201,6 +201,20 @@ def test_scales_of_activations_from_a_checkpoint_are_refused(vllm, caplog):
     assert "activations have a scale from the checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize("format", KEYS)
+def test_weights_that_processes_share_arent_reordered(vllm, format, caplog):
+    caplog.set_level(logging.INFO)
+    settings = SimpleNamespace(
+        load_config=SimpleNamespace(load_format=select.SHARED),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    vllm["vllm.config"].get_current_vllm_config_or_none = lambda: settings
+    integration.register()
+    oracle, keys = KEYS[format]
+    own = selector(vllm, oracle)(config(vllm), *keys) == OWN
+    assert own == (format not in engines.VIEWED) == ("are shared with other processes" in caplog.text)
+
+
 @pytest.mark.parametrize("name", select.NAMED_BY["fp8"])
 def test_a_variable_that_names_a_kernel_wins(vllm, name, monkeypatch):
     integration.register()
@@ -279,24 +293,186 @@ def test_a_layer_computes_what_its_weights_mean(vllm, format):
     assert relative_error(ones, 2 * want) < 0.08, "vLLM has multiplied the tokens by the weights"
 
 
-def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, monkeypatch):
+def processed(
+    found: dict[str, Any], format: str, given: dict[str, Any], *, keeps: bool = False, **changed: Any
+) -> Any:  # fmt: skip
+    """Return vLLM's layer of these tensors after its method has processed them; keeps: a kernel once it has one."""
+    method = SimpleNamespace(moe_kernel=None)
+
+    def process(layer: Any) -> None:
+        if getattr(layer, loading.DONE, False):
+            return
+        if method.moe_kernel is None or not keeps:
+            method.moe_kernel = SimpleNamespace(fused_experts=made(found, format, layer.given, **changed))
+
+    method.process_weights_after_loading = process
+    integration.register()
+    kind = found["vllm.model_executor.layers.fused_moe.routed_experts"].RoutedExperts
+    kind.quant_method = method
+    layer = kind()
+    process_again(layer, given)
+    return layer
+
+
+def process_again(layer: Any, given: dict[str, Any]) -> None:
+    layer.given, layer.w13_weight, layer.w2_weight = given, given["gate_up"], given["down"]
+    for name, theirs in experts.HELD.items():
+        if name in given:
+            setattr(layer, theirs[-1], given[name])
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def kernel(layer: Any) -> Any:
+    return layer.quant_method.moe_kernel.fused_experts
+
+
+@pytest.mark.parametrize("format", KEYS)
+def test_a_layer_is_packed_when_its_weights_are_processed(vllm, format):
+    found = kernel(processed(vllm, format, tensors(format)))
+    assert found.packed.format == format and found.own is None and not found.works
+
+
+def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, monkeypatch):
     monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
-    given, fresh = tensors("mxfp4"), tensors("mxfp4", seed=9)
-    x = torch.randn(3, H).bfloat16()
-    ids = torch.tensor([[0, 3], [1, 2], [3, 2]], dtype=torch.int32)
+    given = tensors("mxfp4")
+    layer = processed(vllm, "mxfp4", given)
+    want = called(kernel(layer), given, X, IDS)
+    setattr(layer, loading.DONE, True)  # weights are fragments now, which mustn't be taken for rows
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(called(kernel(layer), given, X, IDS), want)
+
+
+def test_other_kernels_of_vllm_are_left_alone(vllm):
+    integration.register()
+    kind = vllm["vllm.model_executor.layers.fused_moe.routed_experts"].RoutedExperts
+    own = SimpleNamespace()
+    for more in ({}, {"moe_kernel": None}, {"moe_kernel": SimpleNamespace(fused_experts=own)}):
+        seen: list[Any] = []
+        kind.quant_method = SimpleNamespace(process_weights_after_loading=seen.append, **more)
+        layer = kind()
+        layer.quant_method.process_weights_after_loading(layer)
+        assert seen == [layer] and not vars(own)
+
+
+X = torch.randn(3, H, generator=torch.Generator().manual_seed(2)).bfloat16()
+IDS = torch.tensor([[0, 3], [1, 2], [3, 2]], dtype=torch.int32)
+
+
+def with_biases(format: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a layer's tensors, where the format's layers have biases in practice with those."""
+    given = tensors(format, seed=seed)
+    if format in ("bf16", "mxfp4"):
+        source = torch.Generator().manual_seed(seed)
+        given |= {
+            "gate_up_bias": torch.randn(E, 2 * I, generator=source).bfloat16(),
+            "down_bias": torch.randn(E, H, generator=source).bfloat16(),
+        }
+    return given
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["new kernel", "kernel kept"])
+@pytest.mark.parametrize("moved", [False, True], ids=["in place", "by layers"])
+@pytest.mark.parametrize("format", KEYS)
+def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, keeps, monkeypatch):
+    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+    given, fresh = with_biases(format), with_biases(format, seed=9)
     copies = {name: y.clone() for name, y in fresh.items()}
-    want = called(made(vllm, "mxfp4", copies), copies, x, ids)
-    layer = made(vllm, "mxfp4", given)
-    called(layer, given, x, ids)
-    packed = layer.packed
+    want = called(kernel(processed(vllm, format, copies, has_bias="down_bias" in given)), copies, X, IDS)
+    layer = processed(vllm, format, given, keeps=keeps, has_bias="down_bias" in given)
+    packed = kernel(layer).packed
+    if keeps and format == "nvfp4":  # which vLLM writes to then
+        kernel(layer).g1_alphas.copy_(fresh["gate_up_scale"])
+        kernel(layer).g2_alphas.copy_(fresh["down_scale"])
+    if moved:  # vLLM loads into tensors of its own, and copies what has become of them over the parameters
+        process_again(layer, fresh)
     for name, y in given.items():
         y.copy_(fresh[name])
-    layer = made(vllm, "mxfp4", given)  # vLLM makes its kernels anew
-    layer.process_weights_after_loading(SimpleNamespace(w13_weight=given["gate_up"], w2_weight=given["down"]))
-    got = envoi.moe(x, envoi.Routing(torch.full(ids.shape, 0.5), ids, E), packed)  # as a captured graph does
-    assert torch.equal(got, want) and layer.packed is packed
-    assert torch.equal(called(layer, given, x, ids), want)
-    assert packed.gate_up.values.data_ptr() == given["gate_up"].data_ptr(), "held once"
+    if not moved:
+        process_again(layer, given)
+    got = envoi.moe(X, envoi.Routing(torch.full(IDS.shape, 0.5), IDS, E), packed)  # as a captured graph does
+    assert torch.equal(got, want) and kernel(layer).packed is packed
+    assert torch.equal(called(kernel(layer), given, X, IDS), want)
+    if format == "mxfp4":
+        assert packed.gate_up.values.data_ptr() == given["gate_up"].data_ptr(), "held once"
+
+
+class Own:
+    """What vLLM's own kernel is asked for, which tests see."""
+
+    def __init__(self, quant_dtype: torch.dtype | None) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.quant_dtype, self.a1_scale, self.per_act_token_quant, self.block_shape = quant_dtype, None, True, None
+        self.expects_unquantized_inputs = False
+
+    def workspace_shapes(self, M, N, K, topk, *rest):
+        return (M, topk, max(N, K)), (M, topk, N + 1), (M, K)
+
+    def apply(self, output, hidden_states, *given):
+        self.calls.append({"x": hidden_states, "scale": given[7], "workspaces": given[9:11], "weights": given[2]})
+        output.fill_(7)
+
+
+def giving_way(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch, format: str) -> Own:
+    """Put a kernel of vLLM's in place that answers 7, and return it."""
+    own = Own(torch.float8_e4m3fn if format.startswith("fp8") else None)
+    kind = found["vllm.model_executor.layers.fused_moe.experts.triton_moe"].TritonExperts
+    monkeypatch.setattr(kind, "__new__", lambda cls, *given: own)
+    monkeypatch.setattr(found["vllm.model_executor.layers.fused_moe.utils"], "moe_kernel_quantize_input", quantized)
+    return own
+
+
+def quantized(A, A_scale, quant_dtype, per_act_token_quant, block_shape):
+    return A.to(quant_dtype), torch.ones(len(A), 1)
+
+
+def fail(*arguments: Any, **named: Any) -> None:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("format", engines.VIEWED)
+@pytest.mark.parametrize("place", ["packing", "warming up", "first call"])
+def test_a_failure_after_loading_gives_way_to_vllms_kernel(vllm, format, place, monkeypatch, caplog):
+    own = giving_way(vllm, monkeypatch, format)
+    if place == "packing":
+        monkeypatch.setattr(engines, "pack", fail)
+    elif place == "warming up":
+        monkeypatch.setattr(engines, "warm_up", fail)
+        monkeypatch.setattr(experts, "_warm", set())
+    else:
+        monkeypatch.setattr(envoi, "moe", fail)
+    given = tensors(format)
+    found = kernel(processed(vllm, format, given))
+    shape = {"workspace13": torch.empty(0), "workspace2": torch.empty(0)}  # made for Envoi's call
+    for _ in range(2):
+        assert (called(found, given, X, IDS, **shape) == 7).all()
+        shape = dict(
+            zip(shape, map(torch.empty, found.workspace_shapes(3, 2 * I, H, 2, E, E, None, None)), strict=False)
+        )
+    assert not found.expects_unquantized_inputs and found.packed is None
+    for call in own.calls:
+        assert call["x"].dtype == (own.quant_dtype or torch.bfloat16) and (call["scale"] is None) == (format == "bf16")
+        assert [tuple(x.shape) for x in call["workspaces"]] == [(3, 2, max(2 * I, H)), (3, 2, 2 * I + 1)]
+    (record,) = (x for x in caplog.records if x.levelno >= logging.WARNING)
+    assert record.getMessage().startswith(f"vLLM's kernels run the MoE layers in {format}")
+    assert "RuntimeError: no such kernel" in record.getMessage()
+
+
+@pytest.mark.parametrize("place", ["packing", "first call"])
+def test_weights_that_only_envoi_reads_say_what_to_do(vllm, place, monkeypatch):
+    monkeypatch.setattr(*((engines, "pack", fail) if place == "packing" else (envoi, "moe", fail)))
+    given = tensors("mxfp4")
+    with pytest.raises(RuntimeError, match=r"in mxfp4, .* start with ENVOI_VLLM=0; RuntimeError: no such kernel"):
+        called(kernel(processed(vllm, "mxfp4", given)), given, X, IDS)
+
+
+def test_an_error_after_the_first_call_is_an_error(vllm, monkeypatch):
+    given = tensors("bf16")
+    found = kernel(processed(vllm, "bf16", given))
+    called(found, given, X, IDS)
+    monkeypatch.setattr(envoi, "moe", fail)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        called(found, given, X, IDS)
+    assert found.own is None
 
 
 def test_numbers_of_the_activation(vllm):

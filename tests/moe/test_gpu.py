@@ -131,6 +131,24 @@ def test_many_experts(experts, k, format):
     assert_right(make(tokens=100, experts=experts, k=k, hidden=128, intermediate=128), format)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128"])
+def test_layers_that_follow_each_other_have_the_bits_of_layers_apart(format):
+    layers = [on_gpu(make(tokens=96, experts=8, k=4, hidden=1024, intermediate=512, seed=seed)) for seed in range(3)]
+    packed = [layer.pack(format) for layer in layers]
+
+    def chained(apart: bool) -> torch.Tensor:
+        tokens = layers[0].tokens
+        for i in range(24):
+            tokens = moe(tokens, layers[i % 3].routing, packed[(i + 1) % 3])
+            if apart:
+                torch.cuda.synchronize()
+            if i % 2:
+                tokens = 64 * tokens
+        return tokens
+
+    assert_same_bits(chained(False), chained(True))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_bad_tokens_spoil_no_others(format):
     layer = on_gpu(make(tokens=200, masked=0.0))

@@ -23,6 +23,7 @@ from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
 from envoi.ops.moe.parallel.exchange import OnDevice, compiled_form
 from envoi.ops.moe.parallel.nvlink import SharedLayout, allocate
+from envoi.ops.moe.parallel.placement import Placed
 from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
@@ -181,6 +182,26 @@ def test_no_call_around_collectives_does(launched, format, presum, hosts):
     grid = Grid.of(hosts)
     owner = open_rail(HostsLayout(layout, grid.grid.shape[1]), grid, rank, ends, 10.0, cpu, shared=False)
     launched_by(launched, known, most, k, lambda *given: OnDevice(owner).run_layer(*given, experts), layout.hidden)
+
+
+@pytest.mark.parametrize("hosts", [(), tuple("aabb")], ids=["memory", "hosts"])
+@pytest.mark.parametrize("num_experts", [1, 7, 16])
+def test_no_call_with_a_placement_does(launched, num_experts, hosts):
+    layer, k = drawn_layer(random.Random(num_experts), "bf16", experts=16, tokens=1)
+    most, rank, ends = 40, 2, [0, 3, 8, 12, 16]
+    layout = SharedLayout(4, 16, most, k, layer.tokens.shape[1], "bf16")
+    experts, cpu = layer.pack("bf16", ends[rank], ends[rank + 1]), torch.device("cpu")
+    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts, num_experts)
+    known = compiled([call], most, least=0)
+    if hosts:
+        grid = Grid.of(hosts)
+        owner = open_rail(HostsLayout(layout, 2), grid, rank, ends, 10.0, cpu, shared=False)
+    else:
+        owner = allocate(layout, rank, ends, 10.0, cpu, shared=False)
+    placed = Placed.on(cpu, [p % num_experts for p in range(16)], num_experts, rank)
+    run = lambda *given: OnDevice(owner).run_layer(*given, experts, placed)  # noqa: E731
+    launched_by(launched, known, most, k, run, layout.hidden)
+    assert any(kernel == "place_kernel" for _, kernel, _ in known)
 
 
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))

@@ -7,7 +7,8 @@ passes wrong arguments, or is out of memory while an object is opened. Killed an
 PeerTimeout that names it within timeout_s + 1 s, or the right answer if it needs nothing more of that rank (NEEDLESS);
 at least one must be told. Late: the right answer. Wrong arguments: a ValueError on every rank, and the right answer to
 the next call. Out of memory: the right answer, or an error that says so on every rank. Then, in
-the processes that are left, a new object on a new group must give the right answer.
+the processes that are left, a new object on a new group must give the right answer; where a rank was killed in a call,
+`ExpertParallel.without` it, every expert having had a replica on another rank.
 
 Each fault has processes of its own; several of them run at a time.
 """
@@ -88,7 +89,7 @@ class Setting:
 class Told:
     """Answer that a rank was given. error: its type, "" for none; ranks: named by it. right: the answer was, or None.
 
-    seconds: from the call until the error. again: whether a new object on a new group gave the right answer.
+    seconds: from the call until the error. again: whether an object of the ranks that are left gave the right answer.
     """
 
     error: str = ""
@@ -162,12 +163,28 @@ class Work:
     rank: int
     device: torch.device
 
+    @property
+    def goes_on(self) -> bool:
+        """Tell whether the ranks that are left go on with the object, which has a replica of each expert."""
+        return self.setting.fault == "killed" and self.setting.stage != "opening"
+
+    def experts_of(self, place: int, count: int) -> list[int]:
+        """Return the experts that a rank packs, those of the next rank too if that one may be missed."""
+        places = [place, (place + 1) % count] if self.goes_on else [place]
+        return [e for p in places for e in range(LAYER["experts"] * p // count, LAYER["experts"] * (p + 1) // count)]
+
+    def hosts(self, count: int) -> list[str] | None:
+        """Return two hosts; after a rank is lost, one for each that is left, unless it is alone."""
+        if self.setting.exchange != "hosts":
+            return None
+        return [str(2 * place // count) if count % 2 == 0 else str(place) for place in range(count)]
+
     def prepare(self, ranks: list[int]) -> tuple[envoi.ExpertWeights, tuple, torch.Tensor]:
         """Return this rank's share of the layer over ranks, its tokens and routing, and the right answer for them."""
         layer, place, count = make(**LAYER), ranks.index(self.rank), len(ranks)
-        e0, e1 = (LAYER["experts"] * r // count for r in (place, place + 1))
+        at = self.experts_of(place, count)
         t0, t1 = (LAYER["tokens"] * r // count for r in (place, place + 1))
-        mine = envoi.experts.pack(layer.gate_up[e0:e1].to(self.device), layer.down[e0:e1].to(self.device))
+        mine = envoi.experts.pack(layer.gate_up[at].to(self.device), layer.down[at].to(self.device))
         r = layer.routing
         routing = Routing(r.topk_weights[t0:t1].to(self.device), r.topk_ids[t0:t1].to(self.device), r.num_experts)
         tokens = layer.tokens[t0:t1].to(self.device)
@@ -183,12 +200,10 @@ class Work:
         """
         mine, inputs, want = prepared or self.prepare(ranks)
         count = len(ranks)
-        # Two hosts; after a rank is lost, one for each that is left, unless it is alone.
-        names = [str(2 * place // count) if count % 2 == 0 else str(place) for place in range(count)]
+        placement = [e for place in range(count) for e in self.experts_of(place, count)] if self.goes_on else None
         parallel = envoi.ExpertParallel(
-            mine, group, timeout_s=self.setting.timeout_s, **self.sizes,
-            hosts=names if self.setting.exchange == "hosts" else None,
-        )  # fmt: skip
+            mine, group, timeout_s=self.setting.timeout_s, **self.sizes, hosts=self.hosts(count), placement=placement
+        )
         return parallel, inputs, want
 
     def settle(self) -> None:
@@ -222,14 +237,14 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     dist.barrier()
     if setting.fault == "wrong arguments":
         return mistaken(work, everyone)
-    prepared = work.prepare(everyone)
+    prepared, opened = work.prepare(everyone), None
     work.settle()
     give_back = take_memory(device) if is_victim and setting.fault == "out of memory" else None
     dist.barrier()  # the others' seconds don't count while it is taken
     if setting.stage == "opening":
         attempt(told, work, lambda: call_once(work, everyone, prepared, is_victim))
     else:
-        parallel, inputs, want = work.open(everyone, prepared=prepared)
+        parallel, inputs, want = opened = work.open(everyone, prepared=prepared)
         assert parallel.exchange == setting.exchange, parallel.why
         for _ in range(3):  # with other tokens: what such calls leave in buffers isn't the right answer
             parallel.moe(2 * inputs[0], inputs[1])
@@ -239,7 +254,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
         attempt(told, work, lambda: call_again(work, parallel, run, want, is_victim))
     if give_back is not None:
         give_back()
-    recover(told, work, everyone)
+    recover(told, work, everyone, opened if work.goes_on else None)
     return told
 
 
@@ -281,13 +296,17 @@ def attempt(told: Told, work: Work, step: Callable[[], bool]) -> None:
     told.seconds = time.monotonic() - start
 
 
-def recover(told: Told, work: Work, everyone: list[int]) -> None:
-    """Make a new object on a new group of all ranks that are left, in the same processes."""
+def recover(told: Told, work: Work, everyone: list[int], opened: tuple | None) -> None:
+    """Make a new object on a new group of all ranks that are left, in the same processes; or go on with `opened`."""
     left = [rank for rank in everyone if rank != VICTIM or work.setting.fault != "killed"]
     say(work.rank, "ended")
     hear(left, "ended")
-    group = dist.new_group(left, use_local_synchronization=True)
-    parallel, inputs, want = work.open(left, group)
+    if opened is None:
+        group = dist.new_group(left, use_local_synchronization=True)
+        parallel, inputs, want = work.open(left, group)
+    else:
+        parallel, inputs, want = opened
+        parallel = parallel.without([VICTIM], hosts=work.hosts(len(left)))
     out = parallel.moe(*inputs)
     work.settle()
     parallel.check()

@@ -25,10 +25,11 @@ from envoi.ops.gemm.hopper.candidates import candidates
 from envoi.ops.indexer import fast
 from envoi.ops.indexer.select import orders_for
 from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.placement import Placed, place
 from envoi.quant import FORMATS, quantize
 from envoi.runtime import launch, triton_compat
 from envoi.runtime.devices import num_sms
-from envoi.types import ExpertWeights
+from envoi.types import ExpertWeights, Routing
 from tests.moe.layers import Layer, make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import to
@@ -40,7 +41,7 @@ from tests.promises.subjects import MAKERS, subject
 from tools.machine_code import ptx
 from tools.machine_code.disassemble import disassemble
 from tools.machine_code.role_table import role_table
-from tools.oracles.indexer_workloads import one
+from tools.oracles.indexer_workloads import one, random_fp4_cache
 
 DEVICE = torch.device("cuda")
 OF_TORCH = "fp32"  # products that torch makes, as it does what quantises tokens: no kernel here
@@ -142,6 +143,15 @@ def hostile_indexer() -> bool:
             right &= errors.tolist() == WANT
         _, errors = envoi.indexer_topk(q, cache[:0], weights, seq_lens, table, k=512, mode="fast", return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
         right &= errors.tolist() == WANT_OF_NO_PAGES
+        fp4 = random_fp4_cache(len(cache), "cuda")
+        _, errors = envoi.indexer_topk(q, fp4, weights, seq_lens, table, k=512, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+        right &= errors.tolist() == WANT
+        blocks, errors = envoi.indexer_blocks(q, fp4, weights, seq_lens, table, 16, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+        right &= errors.tolist() == WANT
+        blocks[:, 3] = 2**31 - 1  # a block that no row has
+        tensors = q, cache, weights, seq_lens, table, blocks
+        _, errors = envoi.indexer_topk_in_blocks(*tensors, 512, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+        right &= errors.tolist() == WANT
         for row in range(len(LENGTHS)):
             only = slice(row, row + 1)
             given = q[only], cache, weights[only], seq_lens[only].clone(), table[only]
@@ -174,11 +184,15 @@ def as_one_rank(got: torch.Tensor, want: torch.Tensor, presum: bool) -> bool:
 def between_ranks(format: str) -> bool:
     """Run the kernels of NVLink with three ranks in one process, with presum and without; compare with one rank."""
     layer, ends, packed, want = _of_three_ranks(format)
-    right = True
+    right, placed = True, Placed.on(layer.tokens.device, range(8), 8, 0)
     for presum in (False, True):
         opened = domains.open_all(SharedLayout(3, 8, 60, 4, 256, format, presum), ends, "cuda")
         for _ in range(2):
-            got = torch.cat(domains.moe(opened, domains.split(layer, [20, 20, 60]), packed))
+            parts = domains.split(layer, [20, 20, 60])
+            # Where experts are as without a placement: its kernel is watched too.
+            slots = [place(placed, r.topk_weights, r.topk_ids) for _, r in parts]
+            parts = [(x, Routing(*slot, 8)) for (x, _), slot in zip(parts, slots, strict=True)]
+            got = torch.cat(domains.moe(opened, parts, packed))
             right &= as_one_rank(got, want, presum)
     return right
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from envoi.integrations.names import Fact, Used, missing
 from envoi.integrations.sglang.used import ALL as SGLANG
-from envoi.integrations.vllm.used import ALL, ROUTE
+from envoi.integrations.vllm.used import ALL, EXCHANGE, ROUTE
 
 RECORD = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "engines.json"
 RELEASES = {"vllm": ("0.26.0", "0.33.0"), "sglang": ("0.5.23",)}
-USED: dict[str, Sequence[Used]] = {"vllm": (*ALL, *ROUTE), "sglang": SGLANG}
+USED: dict[str, Sequence[Used]] = {"vllm": (*ALL, *ROUTE, *EXCHANGE), "sglang": SGLANG}
 Read = Callable[[str], str | None]  # a path in a wheel -> its text, None if it isn't there
 
 

@@ -1,16 +1,17 @@
 """Envoi's core in SGLang's own classes: numbers of each format, what is chosen and what is refused.
 
-    python -m tools.engines.sglang_layers [CASE ..]    with SGLang's Python files, msgspec and dill importable
+    python -m tools.engines.sglang_layers [CASE | more ..]    with SGLang's Python files, msgspec and dill importable
 
 Layers are SGLang's FusedMoE, made as a server's process makes them: its plug-ins loaded, its configuration published.
 Weights are filled, processed as loaded weights are, and the layer is called through SGLang's dispatcher. The result is
-held to the layer in float64. Without a GPU torch computes the layers, the process stands for one with a Hopper GPU, and
-packages that a layer doesn't need are stood for by empty ones; so are SGLang's own kernels, of which is only asked
-whether they were called. With a GPU run it in a whole installation of SGLang.
+held to the layer in float64. Without a GPU torch computes the layers, and the process stands for one with a Hopper GPU.
+Unless the whole of SGLang is there, sgl-kernel too, packages that a layer doesn't need are stood for by empty ones. So
+are always SGLang's own kernels, of which is only asked whether they were called.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import contextlib
+import importlib.util
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tools.engines.checks import Checks, said
 from tools.engines.weights import fill, widened
 
 GPU = torch.cuda.is_available()
+WHOLE = GPU and importlib.util.find_spec("sgl_kernel") is not None
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
 E, H, I, K = (32, 2048, 768, 4) if GPU else (8, 512, 256, 2)  # noqa: E741
 COUNTS = (1, 16, 64, 300, 2000) if GPU else (5,)
@@ -31,6 +33,7 @@ QUANTIZATION = "sglang.srt.layers.quantization"
 NEEDLESS = (
     "IPython", "aiohttp", "einops", "gguf", "openai", "orjson", "pybase64", "sentencepiece", "starlette",
     "torchvision", "tvm_ffi", "zmq", "sglang.srt.managers.schedule_batch",
+    "deep_gemm", "flashinfer", "sgl_kernel", "sglang.jit_kernel",
 )  # fmt: skip
 FORM = {  # error against float64 that each format's rounding of tokens allows
     "bf16": 0.006, "fp8_block128": 0.06, "fp8_row": 0.06, "mxfp4": 0.006
@@ -88,23 +91,41 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 }
 
 
-def stand_for_hopper() -> None:
-    """Let SGLang's and Envoi's code take the paths of a Hopper GPU, on tensors in the host's memory."""
+def stand_for_packages() -> None:
+    """Let SGLang's modules be imported without packages that no layer needs."""
     import transformers.utils.import_utils as seen  # which asks for some of those packages, and keeps the answer
 
     for name in ("torchvision", "sentencepiece", "gguf"):
         getattr(seen, f"is_{name}_available")()
     empty_packages.stand_for(NEEDLESS)
+
+
+def stand_for_hopper() -> None:
+    """Let SGLang's and Envoi's code take the paths of a Hopper GPU, on tensors in the host's memory."""
+    from sglang.srt.layers.moe.token_dispatcher import standard
+    from sglang.srt.layers.quantization import fp8 as module
+
     from envoi.integrations import engines
 
     engines._why_not_here = lambda: ""
     engines.why_unbuilt = lambda layer, max_tokens: ""
+    standard.get_device = lambda: DEVICE.type
+    module._is_cpu, module._is_cuda = False, True
+
+
+def stand_for_kernels() -> None:
+    """Put `own` in the place of SGLang's own kernels for experts, and torch in that of what rounds weights to FP8."""
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
+    from sglang.srt.layers.quantization import fp8 as module
+
+    FusedOpPool._fused_funcs["none", "triton"] = own
+    module.scaled_fp8_quant = lambda x, scale: ((x.float() / scale).clamp(-448, 448).to(module.fp8_dtype), scale)
 
 
 def prepare(stack: contextlib.ExitStack) -> None:
     """Load plug-ins as SGLang does, with Envoi as the only one."""
-    if not GPU:
-        stand_for_hopper()
+    if not WHOLE:
+        stand_for_packages()
     import sglang.srt.plugins as plugins
 
     from envoi.integrations.sglang import register
@@ -113,14 +134,8 @@ def prepare(stack: contextlib.ExitStack) -> None:
     plugins.load_plugins()
     stack.enter_context(ranks())
     if not GPU:
-        from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
-        from sglang.srt.layers.moe.token_dispatcher import standard
-        from sglang.srt.layers.quantization import fp8 as module
-
-        standard.get_device = lambda: DEVICE.type
-        module._is_cpu, module._is_cuda = False, True
-        module.scaled_fp8_quant = lambda x, scale: ((x.float() / scale).clamp(-448, 448).to(module.fp8_dtype), scale)
-        FusedOpPool._fused_funcs["none", "triton"] = own
+        stand_for_hopper()
+    stand_for_kernels()
 
 
 def ranks(**changed: Any) -> Any:
@@ -209,7 +224,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor, config: Any) -> torch.Tensor
 
 
 def called(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-    """Call a layer through SGLang's dispatcher; None if SGLang's own kernels were called on a CPU."""
+    """Call a layer through SGLang's dispatcher; None if SGLang's own kernels were called."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     routed = layer.dispatcher.dispatch(x.clone(), StandardTopKOutput(weights, ids, torch.zeros(0)))
@@ -295,13 +310,14 @@ def main() -> None:
             checks.judge(name, False, f"{type(problem).__name__}: {problem}")
             if checks.raises:
                 raise
+    if checks.wants("more"):
+        check_more(checks.judge)
     if checks.wanted:
         checks.end()
-    check_more(checks.judge)
     for reason, (arguments, make_config, given) in REFUSED.items():
         with server(**arguments):
             layer, _ = made(make_config, **given)
-            out = called(layer, *routing(5, layer.top_k)) if given.get("params_dtype") is None and not GPU else None
+            out = called(layer, *routing(5, layer.top_k)) if given.get("params_dtype") is None else None
         told = " / ".join(lines._said)
         checks.judge(f"refused: {reason}", out is None and reason in told and "Envoi runs" not in told, told)
     for name, arguments in {"triton named": {"moe_runner_backend": "triton"}, "nothing named": {}}.items():

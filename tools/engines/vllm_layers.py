@@ -1,15 +1,18 @@
 """Envoi's experts in vLLM's own classes: numbers of each format, what is chosen and what is refused.
 
-    python -m tools.engines.vllm_layers [CASE ..]      with a vLLM and its dependencies importable
+    python -m tools.engines.vllm_layers [CASE | "loaded anew" | failures ..]    with vLLM's dependencies importable
 
 Weights go the way that a server's go: vLLM's method for a layer makes parameters and chooses a kernel; parameters are
-filled, processed as loaded weights are, and the layer is called. The result is held to the layer in float64. Without a
-GPU torch computes the layers, and the process stands for one with a Hopper GPU; with one, layers are of practical
-sizes, and vLLM's own kernels run beside.
+filled, processed as loaded weights are, and the layer is called. The result is held to the layer in float64. Some are
+loaded anew as into a running server, and in some Envoi's kernels fail, so that vLLM's take over. Without a GPU torch
+computes the layers, and the process stands for one with a Hopper GPU; with one, layers are of practical sizes, and
+vLLM's own kernels run beside.
 """
 # pyright: reportMissingImports=false
 
 import contextlib
+import functools
+import inspect
 import os
 
 os.environ |= {"ENVOI_VLLM": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
@@ -26,9 +29,10 @@ from tools.engines.checks import Checks, said
 from tools.engines.weights import fill, widened
 
 GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda:0" if GPU else "cpu")
+DEVICE = torch.device(f"cuda:{os.environ.get('RANK', 0)}" if GPU else "cpu")
 E, H, I, K = (32, 2048, 768, 4) if GPU else (8, 512, 256, 2)  # noqa: E741
 COUNTS = (1, 16, 64, 300, 2000) if GPU else (5,)
+WHOLE = ("weight_name", "shard_id", "expert_id")  # of which part a weight is, for vLLM's loaders
 MOE = "vllm.model_executor.layers.fused_moe"
 FORM = {  # error against float64 that each format's rounding of tokens allows
     "bf16": 0.006, "fp8_block128": 0.06, "fp8_row": 0.06, "mxfp8": 0.06, "mxfp4": 0.006, "nvfp4": 0.006
@@ -111,29 +115,49 @@ def weights_of(layer: Any) -> dict[str, Any]:
     return found | {"b13": first("w13", "bias"), "b2": first("w2", "bias")}
 
 
-def run(method: Any, moe_config: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, dict[int, float]]:
-    """Load, process and call a layer; return its experts, and for each number of tokens the error of its result."""
+def made(
+    method: Any, moe_config: Any, expert_map: torch.Tensor | None = None, seed: int = 0
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+    """Return a layer with random weights that vLLM has processed, and what they mean in float64."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from envoi.integrations.vllm import loading
+
     layer = FakeLayer(moe_config)
+    layer.quant_method = method
+    loading.follow(layer)
     local = E if expert_map is None else int((expert_map >= 0).sum())
     layer.expert_map, layer.local_num_experts = expert_map, local
     with torch.device(DEVICE):
-        method.create_weights(layer, local, H, I, torch.bfloat16, weight_loader=None, global_num_experts=E)
-    fill(layer)
+        method.create_weights(layer, local, H, I, torch.bfloat16, weight_loader=load_whole, global_num_experts=E)
+        layerwise.record_metadata_for_reloading(layer)
+    fill(layer, seed)
     loaded = weights_of(layer)
     method.process_weights_after_loading(layer)
-    source, errors = torch.Generator().manual_seed(1), {}
+    return layer, loaded
+
+
+def run(method: Any, moe_config: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, dict[int, float]]:
+    """Load, process and call a layer; return its experts, and for each number of tokens the error of its result."""
+    layer, loaded = made(method, moe_config, expert_map)
+    return method.moe_kernel.fused_experts, errors_of(layer, loaded)
+
+
+def errors_of(layer: Any, loaded: dict[str, Any]) -> dict[int, float]:
+    """Call a layer twice with each number of tokens; return the error of its result."""
+    source, errors, method = torch.Generator().manual_seed(1), {}, layer.quant_method
     for count in COUNTS:
         x = torch.randn(count, H, generator=source).bfloat16().to(DEVICE)
         logits = torch.randn(count, E, generator=source).bfloat16().to(DEVICE)
         top, ids = logits.float().topk(K, dim=1)
         weights, ids = top.softmax(1), ids.int()
-        here = ids if expert_map is None else expert_map[ids.long()]
+        here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
         want = expected(x, weights, here, layer, loaded)
         out, again = (called(method, layer, x, logits, weights, ids) for _ in range(2))
-        if not (torch.equal(out, again) or moe_config.moe_backend != "auto"):
+        if not (torch.equal(out, again) or layer.moe_config.moe_backend != "auto"):
             raise AssertionError(f"a second call with {count} tokens has other bits")
         errors[count] = float((out.double() - want).norm() / want.norm())
-    return method.moe_kernel.fused_experts, errors
+    return errors
 
 
 def called(method: Any, layer: Any, x: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor):
@@ -142,6 +166,88 @@ def called(method: Any, layer: Any, x: torch.Tensor, logits: torch.Tensor, weigh
         return method.apply_monolithic(layer, x.clone(), logits).clone()
     shared = {"shared_experts": None, "shared_experts_input": None}
     return method.apply(layer=layer, x=x.clone(), topk_weights=weights, topk_ids=ids, **shared).clone()
+
+
+def load_whole(param: torch.Tensor, loaded_weight: torch.Tensor, *rest: Any, **more: Any) -> None:
+    """Load a parameter of all experts at once; param is named as vLLM calls it."""
+    param.data.copy_(loaded_weight)
+
+
+def loaded_anew(layer: Any) -> dict[str, Any]:
+    """Load other weights into a layer as vLLM does into a running server; return what they mean in float64."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise.initialize_layerwise_reload(layer)
+    other = torch.nn.Module()
+    for name, parameter in layer.named_parameters():  # on meta, as they were before they were processed
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
+        other.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+    fill(other, seed=1)
+    means = weights_of(other)
+    for name, new in other.named_parameters():
+        parameter = getattr(layer, name)
+        more = list(inspect.signature(parameter.weight_loader).parameters)[2:]  # of weights cut by experts and shards
+        parameter.weight_loader(parameter, new.data, **{name: None for name in more if name in WHOLE})
+    layerwise.finalize_layerwise_reload(layer, None)
+    return means
+
+
+def check_loading(judge: Any) -> None:
+    """Check that weights that are loaded anew reach the memory that captured graphs read, in each format."""
+    for name in ANEW:
+        format, make, changed = CASES[name]
+        try:
+            layer, _ = made(make(config(**changed)), config(**changed))
+            packed = layer.quant_method.moe_kernel.fused_experts.packed
+            errors = errors_of(layer, loaded_anew(layer))
+            same = layer.quant_method.moe_kernel.fused_experts.packed is packed
+            good = packed is not None and same and max(errors.values()) < FORM[format]
+            judge(f"loaded anew: {name}", good, said(errors))
+        except Exception as problem:
+            judge(f"loaded anew: {name}", False, f"{type(problem).__name__}: {problem}")
+
+
+def check_failures(judge: Any) -> None:
+    """Check that vLLM's own kernel runs a layer in which Envoi's fail: in packing, or in its first call."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    import envoi
+    from envoi.integrations import engines, lines
+
+    own, seen = TritonExperts.apply, []
+
+    @functools.wraps(own)
+    def see(self: Any, output: torch.Tensor, x: torch.Tensor, *given: Any) -> None:
+        seen.append((x.dtype == torch.bfloat16, given[9].numel(), given[10].numel()))
+        output.zero_()
+
+    if not GPU:  # neither Triton's kernels run there, nor those that round tokens for them
+        TritonExperts.apply = see
+        for name in ("per_token_group_fp8_quant", "dynamic_per_token_scaled_fp8_quant"):
+            setattr(torch.ops._C, name, lambda *given, **named: None)
+    for place, (module, name) in {"packing": (engines, "pack"), "a first call": (envoi, "moe")}.items():
+        for case in ("bf16", "fp8 in blocks", "fp8 a row"):
+            format, make, changed = CASES[case]
+            kept, method = getattr(module, name), make(config(**changed))
+            lines._said.clear()
+            setattr(module, name, _fail)
+            try:
+                layer, loaded = made(method, config(**changed))
+                errors = errors_of(layer, loaded)
+            finally:
+                setattr(module, name, kept)
+            kernel = layer.quant_method.moe_kernel.fused_experts
+            right = max(errors.values()) < FORM[format]
+            if not GPU:
+                right = all(wide == (format == "bf16") and x and y for wide, x, y in seen)
+                seen.clear()
+            said_so = any("vLLM's kernels run" in line and "injected" in line for line in lines._said)
+            judge(f"failed in {place}: {case}", type(kernel.own) is TritonExperts and right and said_so, said(errors))
+    TritonExperts.apply = own
+
+
+def _fail(*arguments: Any, **named: Any) -> None:
+    raise RuntimeError("injected")
 
 
 def fp8_method(moe_config: Any, block: list[int] | None) -> Any:
@@ -213,6 +319,10 @@ CASES: dict[str, tuple[str, Callable, dict[str, Any]]] = {
     "nvfp4, W4A16": ("nvfp4", lambda c: modelopt_method(c, "W4A16_NVFP4"), {}),
     "nvfp4, W4A4": ("nvfp4", lambda c: modelopt_method(c, "NVFP4"), {}),
 }
+ANEW = (
+    "bf16, biases, gpt-oss", "fp8 in blocks", "fp8 a row", "mxfp8", "mxfp4 of gpt-oss", "mxfp4 of DeepSeek-V4",
+    "nvfp4, W4A16",
+)  # fmt: skip
 # vLLM's own kernels for a format on Hopper, by the names of --moe-backend.
 OWN = {"bf16": ("triton",), "fp8_block128": ("triton",), "fp8_row": ("triton",), "mxfp4": ("triton",)}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -231,17 +341,17 @@ REFUSED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def prepare(stack: contextlib.ExitStack) -> None:
+def prepare_envoi() -> None:
     """Switch Envoi on, on a machine that stands for one with a Hopper GPU but computes in torch."""
-    from vllm import distributed
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.v1.worker.workspace import init_workspace_manager
 
     from envoi.integrations import engines
     from envoi.integrations.vllm import register
+    from envoi.ops.moe import packing
 
     if not GPU:
+        packing.implementation = lambda device: "hopper"
         engines._why_not_here = lambda: ""
         engines.why_unbuilt = lambda layer, max_tokens: ""
         kind: Any = type(current_platform)
@@ -252,6 +362,14 @@ def prepare(stack: contextlib.ExitStack) -> None:
         torch.cuda.set_device(DEVICE)
     register()
     init_workspace_manager(DEVICE)
+
+
+def prepare(stack: contextlib.ExitStack) -> None:
+    """Switch Envoi on, and make this process vLLM's only rank."""
+    from vllm import distributed
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    prepare_envoi()
     given = VllmConfig(device_config=DeviceConfig(device=DEVICE.type))
     given.scheduler_config.max_num_batched_tokens = max(COUNTS)
     stack.enter_context(set_current_vllm_config(given))
@@ -292,6 +410,9 @@ def main() -> None:
                 checks.judge(f"{name}, {backend}", backend != "auto", f"{type(problem).__name__}: {problem}")
                 if checks.raises:
                     raise
+    for name, check in {"loaded anew": check_loading, "failures": check_failures}.items():
+        if checks.wants(name):
+            check(checks.judge)
     if checks.wanted:
         checks.end()
     expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)

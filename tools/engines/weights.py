@@ -7,10 +7,10 @@ import torch
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
-def fill(layer: torch.nn.Module) -> None:
+def fill(layer: torch.nn.Module, seed: int = 0) -> None:
     """Write random weights and factors of a trained model's sizes."""
     device = next(layer.parameters()).device
-    here: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    here: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
 
     def normal(shape: Any) -> torch.Tensor:
         return torch.randn(shape, **here)

@@ -5,13 +5,14 @@ from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
 NUM_HOSTS = 2
+NUM_ROUTED = 232  # experts of a routing, with a placement
 
 
-def _layer(way: str, format: str, presum: bool) -> LayerOfRanks:
+def _layer(way: str, format: str, presum: bool, num_routed: int | None = None) -> LayerOfRanks:
     num_hosts = NUM_HOSTS if way == "hosts" else 1
     num_ranks = NUM_RANKS * num_hosts
     experts = Layer(format, M, HIDDEN, num_experts=NUM_EXPERTS // num_ranks, num_topk=NUM_TOPK)
-    return LayerOfRanks(experts, num_ranks, way, presum, num_hosts)
+    return LayerOfRanks(experts, num_ranks, way, presum, num_hosts, num_routed)
 
 
 # Name, description, format, kernel; in PRESUMMED ranks sum before they send.
@@ -48,4 +49,10 @@ NVLINK, HOSTS = (
     )
     for way, launches in (("memory", LAUNCHES), ("hosts", BETWEEN_HOSTS))
 )
-KERNELS = NVLINK + HOSTS
+PLACEMENT = (
+    case_of(
+        "ep-place", "choices of experts to physical ones", EVERY_ARCH,
+        _layer("memory", "bf16", False, NUM_ROUTED), "place_kernel",
+    ),
+)  # fmt: skip
+KERNELS = NVLINK + HOSTS + PLACEMENT

@@ -121,7 +121,8 @@ def _packed(
 class LayerOfRanks:
     """Rank 1's call of a layer whose experts are spread over ranks.
 
-    experts: the rank's. way: "memory", or "hosts", of num_ranks / num_hosts ranks each.
+    experts: the rank's. way: "memory", or "hosts", of num_ranks / num_hosts ranks each. num_routed: experts of a
+    routing with a placement, else None.
     """
 
     experts: Layer
@@ -129,6 +130,7 @@ class LayerOfRanks:
     way: str = "memory"
     presum: bool = False
     num_hosts: int = 1
+    num_routed: int | None = None
 
     def __call__(self) -> None:
         """Call `ExpertParallel.moe`, as far as it launches."""
@@ -140,5 +142,6 @@ class LayerOfRanks:
         hosts = tuple(str(rank * self.num_hosts // self.num_ranks) for rank in range(self.num_ranks))
         call = ParallelCall(
             layout, layer.num_topk, 1, ends, TIMEOUT_S, layer.experts, hosts if self.way == "hosts" else (),
+            self.num_routed,
         )  # fmt: skip
         call(layer.num_tokens)

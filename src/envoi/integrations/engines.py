@@ -150,15 +150,20 @@ def pack_layer(
 ) -> ExpertWeights:  # fmt: skip
     """Pack a layer's tensors without holding a weight twice: views, or reordered over the tensors' own bytes.
 
-    more: factors, scales and biases as `pack` takes them. into: what an earlier call returned for tensors in the same
-    memory, to be filled anew, so that captured graphs stay valid.
+    more: factors, scales and biases as `pack` takes them. into: what an earlier call returned, to be filled anew, so
+    that captured graphs stay valid. Where its tensors weren't these, these are reordered as well: an engine that has
+    loaded into new memory copies that over the old.
     """
     given: dict[str, Any] = {name: None if x is None else x.detach() for name, x in more.items()}
     gate_up, down = gate_up.detach(), down.detach()
-    if into is not None:
-        return into.update_(gate_up, down, gate_up_layout=layer.gate_up_layout, **given)
     in_place = layer.format not in VIEWED
-    return pack(gate_up, down, gate_up_layout=layer.gate_up_layout, in_place=in_place, **layer.options, **given)
+    if into is not None:
+        into.update_(gate_up, down, gate_up_layout=layer.gate_up_layout, **given)
+        place = into.gate_up if isinstance(into.gate_up, torch.Tensor) else into.gate_up.values
+        if not in_place or gate_up.data_ptr() == place.data_ptr():
+            return into
+    found = pack(gate_up, down, gate_up_layout=layer.gate_up_layout, in_place=in_place, **layer.options, **given)
+    return found if into is None else into
 
 
 def warm_up(layer: Layer, experts: ExpertWeights, max_tokens: int) -> None:

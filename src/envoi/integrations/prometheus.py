@@ -30,6 +30,7 @@ class LoadMetrics:
         registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
     ) -> None:
         self._layers = dict(layers)
+        self._counted: dict[str, dict[tuple[int, int], int]] = {}
         self._expert = prometheus_client.Gauge(
             "envoi_expert_tokens", "Tokens of an expert in the last calls", ("layer", "rank", "expert"),
             registry=registry,
@@ -48,10 +49,18 @@ class LoadMetrics:
             busiest = load.busiest()
             if busiest is None:
                 continue
-            tokens = load.num_tokens_per_expert.cpu().clamp(min=0).sum(0).tolist()  # -1: calls that haven't been made
+            tokens = load.num_tokens_per_physical.cpu().clamp(min=0).sum(0).tolist()  # -1: calls that haven't been made
+            experts = load.placement or range(len(tokens))
+            counts: dict[tuple[int, int], int] = {}
             for rank, first in enumerate(load.expert_offsets[:-1]):
-                mine = tokens[first : load.expert_offsets[rank + 1]]
-                for expert, count in enumerate(mine, first):
-                    self._expert.labels(name, rank, expert).set(count)
-                self._rank.labels(name, rank).set(sum(mine))
+                here = slice(first, load.expert_offsets[rank + 1])
+                for expert, count in zip(experts[here], tokens[here], strict=True):
+                    if expert >= 0:  # else it is unused
+                        counts[rank, expert] = counts.get((rank, expert), 0) + count
+                self._rank.labels(name, rank).set(sum(tokens[here]))
+            for rank, expert in self._counted.get(name, counts).keys() - counts.keys():  # moved meanwhile
+                self._expert.remove(name, rank, expert)
+            for (rank, expert), count in counts.items():
+                self._expert.labels(name, rank, expert).set(count)
+            self._counted[name] = counts
             self._imbalance.labels(name).set(busiest.imbalance)

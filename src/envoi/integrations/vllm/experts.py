@@ -1,25 +1,29 @@
 """Envoi's experts as vLLM's classes have a kernel: tokens [M, H] and ids in, the sum over a token's slots out.
 
 What vLLM does around them stays its own: the router, prepare and finalize (all-reduce, all-gather and reduce-scatter),
-load balancing, the shared experts.
+load balancing, the shared experts. Where packing or a layer's first call fails, vLLM's own kernel runs the layer if it
+can: the weights of formats in `engines.VIEWED` are as they were loaded.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import envoi
 from envoi import env
 from envoi.integrations import engines
 from envoi.integrations.engines import Layer
+from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
 from envoi.integrations.vllm.used import ALL
 from envoi.types import ExpertWeights
 
+logger = logging.getLogger("vllm.envoi")
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of vLLM's SWIGLUOAI where a layer names none
 # Activation of vLLM -> ours, and the order of gate and up rows.
 ACTIVATIONS = {
@@ -44,9 +48,14 @@ SCHEMES = {
     ("kNvfp4Static", None): "nvfp4",
     ("kNvfp4Static", "kNvfp4Dynamic"): "nvfp4",
 }
+# Argument of `pack` -> vLLM's parameters of a layer, of which it has one.
+HELD = {
+    "gate_up_bias": ("w13_bias",), "down_bias": ("w2_bias",),
+    "gate_up_sf": ("w13_weight_scale", "w13_weight_scale_inv"), "down_sf": ("w2_weight_scale", "w2_weight_scale_inv"),
+}  # fmt: skip
 STEP = 8192  # tokens, where vLLM has no config
-# Parameter -> how it was packed, activation, slots of a token: weights loaded anew into it go into the same memory.
-_packed: Any = WeakTensorKeyDictionary()
+# vLLM's layer -> what was packed of it: weights loaded anew go into the same memory, which captured graphs read.
+_packed: WeakKeyDictionary[Any, ExpertWeights] = WeakKeyDictionary()
 _warm: set[tuple[Layer, int]] = set()
 
 
@@ -67,12 +76,15 @@ class Experts:
     def __init__(self, moe_config: Any, quant_config: Any, *rest: Any) -> None:
         super().__init__(moe_config, quant_config, *rest)  # pyright: ignore[reportCallIssue]
         self.packed: ExpertWeights | None = None
+        self.works = False  # whether a call has come back
+        self.own: Any = None  # vLLM's kernel, if it has taken over
+        self.exchange: Any = None  # Envoi's between ranks, in the place of vLLM's: `exchange.join`
         self.max_tokens = max_tokens(self.names, moe_config)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
         """Tell vLLM to hand tokens over in bf16: they are quantised while they are gathered by expert."""
-        return True
+        return self.own is None or self.own.expects_unquantized_inputs
 
     @classmethod
     def activation_format(cls) -> Any:
@@ -107,52 +119,120 @@ class Experts:
         self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
         """Return the shapes of vLLM's memory for a call: none but the output's; Envoi has its own."""
+        if self.own is not None:
+            return self.own.workspace_shapes(
+                M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+            )
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
         """Return vLLM's step for outputs whose slots are weighted and summed already."""
         return self.names["TopKWeightAndReduceNoOP"]()
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack again, into the same memory, if weights have been loaded anew: captured graphs don't come back here."""
-        known = _packed.get(layer.w13_weight)  # perhaps by another object: vLLM makes its kernels anew
-        if known is not None:
-            self.packed = self._pack(layer.w13_weight, layer.w2_weight, *known[1:])
+    def take(self, layer: Any) -> None:
+        """Pack a layer of vLLM's whose weights are loaded and processed, anew into the memory of an earlier packing.
+
+        Raises RuntimeError if that fails and vLLM has no kernel for the weights either.
+        """
+        before = _packed.get(layer)  # perhaps by another object: vLLM makes its kernels anew
+        try:
+            self.packed = _packed[layer] = self._pack(layer.w13_weight, layer.w2_weight, layer, before)
+        except Exception as error:
+            if before is not None:
+                raise
+            self._give_way(error)
 
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
         a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
     ) -> None:  # fmt: skip
         """Run the layer into output [M, H]."""
-        if self.packed is None:
-            self.packed = self._pack(w1, w2, activation, topk_ids.shape[1])
-        if apply_router_weight_on_input:  # vLLM has multiplied the tokens
-            topk_weights = torch.ones_like(topk_weights)
-        num_experts = self.packed.num_local_experts if expert_map is None else len(expert_map)
-        envoi.moe(
-            hidden_states, envoi.Routing(topk_weights, topk_ids, num_experts), self.packed, expert_map=expert_map,
-            batch_invariant=env.is_on("VLLM_BATCH_INVARIANT"), out=output,
+        if self.own is None:
+            try:
+                weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+                self._run(output, hidden_states, w1, w2, weights, topk_ids, expert_map)
+                return
+            except Exception as error:
+                if self.works or self.exchange is not None:
+                    raise
+                self._give_way(error)
+        own = cast(Any, self.own)
+        if hidden_states.dtype == output.dtype and own.quant_dtype is not None:  # this call was prepared for Envoi
+            hidden_states, a1q_scale = self.names["moe_kernel_quantize_input"](
+                hidden_states, own.a1_scale, own.quant_dtype, own.per_act_token_quant, own.block_shape
+            )
+        if not workspace13.numel():
+            shapes = own.workspace_shapes(
+                len(output), w1.shape[1], output.shape[1], topk_ids.shape[1], global_num_experts, len(w1),
+                expert_tokens_meta, activation,
+            )  # fmt: skip
+            workspace13, workspace2 = (output.new_empty(shape) for shape in shapes[:2])
+        own.apply(
+            output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+            a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
         )  # fmt: skip
 
-    def _pack(self, w1: torch.Tensor, w2: torch.Tensor, activation: Any, top_k: int) -> ExpertWeights:
-        layer = layer_of(self.moe_config, self.format, activation, self.quant_config)
+    def _run(self, output, hidden_states, w1, w2, weights, topk_ids, expert_map) -> None:
+        """Call Envoi's kernels; weights: 1 where vLLM has multiplied the tokens by the router's."""
+        if self.packed is None:
+            self.packed = self._pack(w1, w2)
+        if not self.works:
+            self._warm_up(w1, w2)
+        if self.exchange is not None:
+            routing = envoi.Routing(weights, topk_ids, self.exchange.num_experts)
+            self.exchange.moe(hidden_states, routing, out=output)
+        else:
+            num_experts = self.packed.num_local_experts if expert_map is None else len(expert_map)
+            envoi.moe(
+                hidden_states, envoi.Routing(weights, topk_ids, num_experts), self.packed, expert_map=expert_map,
+                batch_invariant=env.is_on("VLLM_BATCH_INVARIANT"), out=output,
+            )  # fmt: skip
+        self.works = True
+
+    def _give_way(self, error: Exception) -> None:
+        """Let vLLM's own kernel run the layer from now on, which reads weights as they were loaded; say why."""
+        why = f"{type(error).__name__}: {error}"
+        if self.format not in engines.VIEWED:
+            raise RuntimeError(
+                f"Envoi can't run the MoE layers in {self.format}, whose weights are in an order that vLLM's kernels "
+                f"don't read: start with ENVOI_VLLM=0; {why}"
+            ) from error
+        say(
+            logger, logging.WARNING, f"vLLM's kernels run the MoE layers in {self.format} that Envoi's failed in: {why}"
+        )
+        self.own, self.packed = self.names["TritonExperts"](self.moe_config, self.quant_config), None
+
+    def _layer(self, w1: torch.Tensor, w2: torch.Tensor) -> Layer:
+        layer = layer_of(self.moe_config, self.format, self.moe_config.activation, self.quant_config)
         packed = 2 if w2.dtype == torch.uint8 else 1
-        layer = replace(
-            layer, num_experts=len(w2), hidden=w2.shape[1], intermediate=w2.shape[2] * packed, top_k=top_k,
-            bias=self.w1_bias is not None,
-        )  # fmt: skip
+        sizes = {"num_experts": len(w2), "hidden": w2.shape[1], "intermediate": w2.shape[2] * packed}
+        return replace(layer, **sizes, bias=self.w1_bias is not None)
+
+    def _pack(
+        self, w1: torch.Tensor, w2: torch.Tensor, layer: Any = None, into: ExpertWeights | None = None
+    ) -> ExpertWeights:  # fmt: skip
+        """Pack weights. layer: vLLM's, which has their other tensors; None: those that the kernel's config names."""
         more = {"gate_up_bias": self.w1_bias, "down_bias": self.w2_bias}
         if self.format != "bf16":
             more |= {"gate_up_sf": self.w1_scale, "down_sf": self.w2_scale}
+        for name in [name for name, x in more.items() if x is not None]:
+            # vLLM may keep a kernel and its config while it loads into new tensors.
+            held = (getattr(layer, theirs, None) for theirs in HELD[name])
+            more[name] = next((x for x in held if x is not None), more[name])
         if self.format == "nvfp4":
             more |= {"gate_up_scale": self.g1_alphas, "down_scale": self.g2_alphas}
-        before = _packed.get(w1)
-        found = engines.pack_layer(layer, w1, w2, into=None if before is None else before[0], **more)
-        _packed[w1] = found, activation, top_k
-        if (layer, self.max_tokens) not in _warm:
-            _warm.add((layer, self.max_tokens))
-            engines.warm_up(layer, found, self.max_tokens)
-        return found
+        return engines.pack_layer(self._layer(w1, w2), w1, w2, into=into, **more)
+
+    def _warm_up(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        """Prepare calls with few tokens, once for layers of a kind: in memory that outlives vLLM's sleep."""
+        layer = self._layer(w1, w2)
+        if self.packed is None or (layer, self.max_tokens) in _warm:
+            return
+        _warm.add((layer, self.max_tokens))
+        if self.exchange is None:
+            engines.warm_up(layer, self.packed, self.max_tokens)
+        else:  # ranks compile together
+            self.exchange.warm_up(progress=False)
 
 
 @cache

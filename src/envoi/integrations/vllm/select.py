@@ -16,6 +16,7 @@ import torch
 from envoi import env
 from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
+from envoi.integrations.vllm import loading
 from envoi.integrations.vllm.used import ALL, SELECTORS
 
 logger = logging.getLogger("vllm.envoi")
@@ -30,6 +31,7 @@ KEYS = {
     "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
     "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
 }  # fmt: skip
+SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
 
@@ -49,6 +51,7 @@ def install() -> None:
         changes += [(module, used.name, new) for module in loaded if getattr(module, used.name, None) is old]
     for change in changes:
         setattr(*change)
+    loading.install(names)
 
 
 def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any]) -> Callable:
@@ -102,7 +105,7 @@ def why_not(oracle: str, config: Any, format: str | None, activation_key: Any, n
 
     format: None if it is in none of Envoi's.
     """
-    from envoi.integrations.vllm.experts import ACTIVATIONS, layer_of
+    from envoi.integrations.vllm.experts import ACTIVATIONS, engines, layer_of
 
     parallel = config.moe_parallel_config
     chosen = [name for name in NAMED_BY.get(oracle, ()) if env.is_on(name)]
@@ -127,4 +130,7 @@ def why_not(oracle: str, config: Any, format: str | None, activation_key: Any, n
         return f"tokens come by {parallel.all2all_backend}, with which Envoi is untested"
     if parallel.enable_eplb and not layer_of(config, format, config.activation).is_viewed:
         return "expert load balancing moves weights, and Envoi keeps these in an order of its own"
+    settings = names["get_current_vllm_config_or_none"]()
+    if format not in engines.VIEWED and getattr(getattr(settings, "load_config", None), "load_format", "") == SHARED:
+        return "their weights are shared with other processes, and Envoi would reorder them"
     return ""

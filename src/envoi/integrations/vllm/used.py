@@ -25,10 +25,19 @@ EXPERTS = Used(
         "is_supported_config": SUPPORTED, "_supports_activation": ("activation",),
         "_supports_parallel_config": ("moe_parallel_config",), "_supports_current_device": (),
         "_supports_no_act_and_mul": (), "_supports_batch_invariance": (), "activation_format": (),
-        "_supports_quant_scheme": ("weight_key", "activation_key"), "process_weights_after_loading": ("layer",),
+        "_supports_quant_scheme": ("weight_key", "activation_key"),
     },
-    members=("expects_unquantized_inputs", "w1_scale", "w2_scale", "w1_bias", "w2_bias", "g1_alphas", "g2_alphas"),
+    members=(
+        "expects_unquantized_inputs", "w1_scale", "w2_scale", "w1_bias", "w2_bias", "g1_alphas", "g2_alphas",
+        "quant_dtype", "a1_scale", "per_act_token_quant", "block_shape",
+    ),
     abstract=IMPLEMENTED,
+)  # fmt: skip
+# vLLM's own kernel for weights as they were loaded, if Envoi's fail.
+OWN = Used(
+    f"{MOE}.experts.triton_moe", "TritonExperts",
+    methods={"__init__": ("moe_config", "quant_config"), "apply": APPLY, "workspace_shapes": SHAPES},
+    members=("expects_unquantized_inputs",),
 )  # fmt: skip
 SELECTORS = {
     "unquantized": Used(f"{MOE}.oracle.unquantized", "select_unquantized_moe_backend", takes=("moe_config",)),
@@ -52,6 +61,13 @@ BACKENDS = {
 ALL = (
     EXPERTS,
     Used(f"{MOE}.modular_kernel", "FusedMoEActivationFormat", members=("Standard", "BatchedExperts")),
+    Used(f"{MOE}.modular_kernel", "FusedMoEKernel", members=("fused_experts",)),
+    Used(f"{MOE}.routed_experts", "RoutedExperts"),
+    OWN,
+    Used(
+        f"{MOE}.utils", "moe_kernel_quantize_input",
+        takes=("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape"),
+    ),
     Used(f"{MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP"),
     Used(
         f"{MOE}.activation", "MoEActivation",
@@ -68,7 +84,8 @@ ALL = (
     Used(
         f"{MOE}.config", "FusedMoEParallelConfig",
         members=(
-            "use_all2all_kernels", "all2all_backend", "dp_size", "enable_eplb", "use_batched_activation_format"
+            "use_all2all_kernels", "all2all_backend", "dp_size", "ep_size", "enable_eplb",
+            "use_batched_activation_format", "is_sequence_parallel",
         ),
     ),
     Used(
@@ -106,4 +123,14 @@ ROUTE = (
     Used("vllm.forward_context", "ForwardContext", members=("is_padding",)),
     Used("vllm.envs", "environment_variables"),
     Used("vllm.config", "get_current_vllm_config_or_none"),
+)  # fmt: skip
+EXCHANGE = (
+    Used("vllm.distributed.parallel_state", "get_ep_group"),
+    Used("vllm.config", "get_current_vllm_config_or_none"),
+    Used(f"{MOE}.prepare_finalize.no_dp_ep", "make_moe_prepare_and_finalize_no_dp_ep", takes=("use_monolithic",)),
+    Used(
+        f"{MOE}.modular_kernel", "FusedMoEKernelModularImpl",
+        methods={"__init__": ("prepare_finalize", "fused_experts")},
+    ),
+    Used("vllm.config.parallel", "ParallelConfig", members=("expert_placement_strategy",)),
 )  # fmt: skip

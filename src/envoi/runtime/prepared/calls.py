@@ -273,6 +273,20 @@ class Calls:
         return [found for found in self.known.values() if isinstance(found, str)]
 
 
+def scratch_bytes(tensors: Sequence[torch.Tensor | None], call: Plannable) -> int:
+    """Return the bytes of a prepared call's scratch, 0 where calls aren't prepared. Arguments as for `Calls.run`.
+
+    Raises ValueError for tensors that no call can be planned for, and what the call's function raises.
+    """
+    driver, (function, arguments, named, owner) = driver_module.active(), call
+    if driver is None:
+        return 0
+    try:
+        return program.plan(function, arguments, named, tensors, driver.target(), owner).scratch_bytes
+    except program.RefusedError as error:
+        raise ValueError(f"tensors: expected some that a call can be planned for, got {error}") from None
+
+
 def _is_given_twice(tensors: Sequence[torch.Tensor | None]) -> bool:
     given = [id(x) for x in tensors if x is not None]
     return len(set(given)) < len(given)

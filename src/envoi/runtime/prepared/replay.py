@@ -101,6 +101,10 @@ class Frame:
         return address + start * WORD, launch.compiled.function, address + at_pointers * WORD, None
 
 
+class WorkspaceError(ValueError):
+    """Error of a workspace that isn't what a call needs; nothing has been launched."""
+
+
 class Given(NamedTuple):
     """Memory that a call's caller owns, None for what the call is to find: tensors of the outputs, a workspace."""
 
@@ -131,10 +135,10 @@ def forms_of(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], tup
 
 
 def check_workspace(memory: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory for a call's scratch; ValueError if it is elsewhere, too small or off 16 bytes."""
+    """Return memory for a call's scratch. WorkspaceError if it is too small, or off 16 bytes."""
     expect_tensor("workspace", memory, device=device)
     if not memory.is_contiguous() or memory.nbytes < num_bytes or memory.data_ptr() % ALIGNMENT:
-        raise ValueError(
+        raise WorkspaceError(
             f"workspace: expected {num_bytes} contiguous bytes at a multiple of 16, got {memory.nbytes}"
             f"{'' if memory.is_contiguous() else ', not contiguous'}"
         )

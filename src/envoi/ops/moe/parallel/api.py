@@ -5,9 +5,9 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from envoi.check import describe, expect_tensor
 from envoi.ops.moe import op
-from envoi.ops.moe.parallel import opening
+from envoi.ops.moe.parallel import opening, regroup
 from envoi.ops.moe.parallel.collectives import complaint, refuse_together
-from envoi.ops.moe.parallel.exchange import OnDevice, Owner, Rows, Team
-from envoi.ops.moe.parallel.load import Load, empty_history, load_of
+from envoi.ops.moe.parallel.exchange import Dispatched, OnDevice, Owner, Rows, Team
+from envoi.ops.moe.parallel.load import Load, forget, load_of
 from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts
 from envoi.ops.moe.parallel.trace import STEP as TRACE
 from envoi.ops.moe.parallel.trace import Timeline, trace_call
 from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together
@@ -27,31 +28,14 @@ from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target, limited
-from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain
-from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given
-from envoi.types import ExpertWeights, Matrix, Routing
+from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain, scratch_bytes
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, WorkspaceError
+from envoi.types import ExpertWeights, Routing
 
 # The operator finds its object by name.
 CLOSED = "ExpertParallel: expected an open object, got one that was closed"
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
 _serials: dict[str, itertools.count] = {}
-
-
-@dataclass(frozen=True, eq=False)
-class Dispatched:
-    """Rows that a rank has received for its experts: what `ExpertParallel.dispatch` returns and `combine` takes.
-
-    rows [P, H]: tokens of all ranks sorted by (expert, source rank, slot); bf16, or a QuantTensor in the format's
-        scheme for tokens. offsets [E + 1] int32, on the device: this rank's expert e owns rows offsets[e] :
-        offsets[e + 1]; rows past offsets[E] are undefined. topk_weights [P] float32: the routing weight of each row.
-    """
-
-    rows: Matrix
-    offsets: torch.Tensor
-    topk_weights: torch.Tensor
-    shape: tuple[int, ...] = field(repr=False)
-    dtype: torch.dtype = field(repr=False)
-    received: Rows = field(repr=False)
 
 
 class ExpertParallel:
@@ -84,12 +68,19 @@ class ExpertParallel:
         wait beyond timeout_s for a rank that compiles meanwhile. Over gloo, also with experts on GPUs, rows are always
         counted, whatever is asked for: the attributes `exchange` and `why` say so.
     num_sms: the most multiprocessors that a call's launches take, as in `envoi.gemm`; may differ by rank. None = all.
+    placement: a layer's row of what engines call physical_to_logical_map, the same on every rank: which expert of a
+        routing each one is that ranks have packed, in their order, integers [num_physical]. Several of equal weights
+        may be one expert, its replicas: token m of rank r takes number (m + r) modulo how many there are. -1 = unused.
+        None = each is the expert of its own number. `envoi.experts.balanced_placement` makes one.
+    num_experts: with a placement, the experts of a routing if some of them may be missing: tokens routed to one come
+        out NaN, all others as ever. None = those that the placement names, each of which has to be there.
     hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names. One name
         for all is one host; ranks of one name have to be on one machine.
     presum, fused: deprecated. presum: True means exchange "sums", False "rows", with hosts "hosts+sums" and "hosts".
         fused: False changes nothing, True is refused. What it chose was slower, and was removed.
 
-    Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
+    Attributes: num_experts (of a routing), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]; with
+    a placement these are physical experts), placement (a tuple, or None), missing_experts (see num_experts),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
     "hosts", "gathered" or "counted") and presum (True or False).
 
@@ -111,9 +102,10 @@ class ExpertParallel:
         timeout_s: float = opening.DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
         presum: bool | None = None, hosts: str | Sequence[str] | None = None, fused: bool | None = None, *,
         exchange: str = "auto", num_sms: int | None = None,
+        placement: Sequence[int] | torch.Tensor | None = None, num_experts: int | None = None,
     ):  # fmt: skip
         options = experts, timeout_s, max_tokens, num_topk, exchange, num_sms, hosts, presum, fused
-        refusal = complaint(opening.check_options, *options)
+        refusal = complaint(opening.check_options, *options) or complaint(check_options, placement, num_experts)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
@@ -122,6 +114,11 @@ class ExpertParallel:
         for text in warned:
             warnings.warn(text, DeprecationWarning, 3)
         group = opening.resolve_group(group)
+        self._backend = dist.get_backend_config(group)
+        self._options = {
+            "timeout_s": timeout_s, "max_tokens": max_tokens, "num_topk": num_topk, "hosts": hosts,
+            "exchange": exchange, "num_sms": num_sms,
+        }  # fmt: skip
         # Unique, and equal on all ranks, which count their groups' objects alike, also those that are refused.
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
         self.name = f"envoi {ranks} #{next(_serials.setdefault(ranks, itertools.count()))}"
@@ -129,9 +126,10 @@ class ExpertParallel:
         refuse_together(channel, refusal, opening.OPENING)
         self.experts, self.timeout_s, self.num_sms = experts, timeout_s, num_sms
         self.max_tokens, self.num_topk = max_tokens, num_topk
-        same = {"timeout_s": f"{float(timeout_s):g}", "sizes": f"{max_tokens=} {num_topk=} {exchange=}"}
+        same = {"timeout_s": f"{float(timeout_s):g}", "sizes": f"{max_tokens=} {num_topk=} {exchange=} {num_experts=}"}
         hosts = opening.HOSTNAME if hosts is None else list(hosts) if isinstance(hosts, tuple) else hosts
-        peers = opening.tell_peers(channel, experts, same | {"hosts": repr(hosts)}, num_sms)
+        given = None if placement is None else as_numbers(placement)
+        peers = opening.tell_peers(channel, experts, same | {"hosts": repr(hosts)}, num_sms, given)
         self._kernels = repr([peer.kernels for peer in peers])
         wanted, backend, self._hosts = opening.EXCHANGES[exchange], None, tuple[str, ...]()
         if wanted.route == "hosts":
@@ -140,43 +138,43 @@ class ExpertParallel:
         if self._hosts and channel.queues and not any(peer.why_not for peer in peers):
             backend = opening.connect_rail(channel, group, self._hosts, self.name, timeout_s)
         channel.watch.opened([peer.by_store for peer in peers])
-        self.expert_offsets = [0, *itertools.accumulate(peer.num_experts for peer in peers)]
-        self.num_experts, device = self.expert_offsets[-1], experts.device
-        self._team = Team(
-            channel, peers, self.name, tuple(self.expert_offsets),
-            torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=device),
-            empty_history(self.num_experts, device), experts.format,
-        )  # fmt: skip
-        self._layout = None
-        if max_tokens is not None and num_topk is not None:
-            sizes = channel.num_ranks, self.num_experts, max_tokens, num_topk
-            self._layout = SharedLayout(*sizes, experts.hidden, experts.format)
+        self._team = team = Team.of(channel, peers, self.name, experts, num_experts)
+        self.expert_offsets, self.num_experts = list(team.expert_offsets), team.num_experts
+        self.placement, self._may_lack = None if given is None else tuple(given), num_experts is not None
+        self._layout = opening.layout_of(team, experts, max_tokens, num_topk)
         self._exchange: opening.Exchange | None
-        sizes = self._team, experts.intermediate, self._layout
+        sizes = team, experts.intermediate, self._layout
         self._exchange, self.why = opening.open_exchange(*sizes, wanted, group, self._hosts, backend)
         self._lock = self._exchange.lock
         self.exchange, self.presum = self._exchange.name, self._exchange.presum
         self.transport = "nvlink" if self.exchange == "memory" else "nccl" if channel.queues else "gloo"
-        self._is_loaded = not compiles(device)
+        self._is_loaded = not compiles(experts.device)
         _instances[self.name] = self
 
-    def moe(self, tokens: torch.Tensor, routing: Routing, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def moe(
+        self, tokens: torch.Tensor, routing: Routing, *, out: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
         slot; k is at most num_topk, to which masked slots are added, and where rows are counted equal on all ranks.
         out: contiguous, on 16 bytes, of the tokens' shape and dtype, sharing no memory with them: takes the result.
+        workspace: as in `envoi.gemm`, memory for the call's own use, of `workspace_bytes` or more; may differ by rank.
 
-        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
-        to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens up to that of sums along K.
+        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit, whichever of
+        the replicas compute, since their weights are equal; with presum, up to the rounding of a rank's sums, and in
+        mxfp4 on Hopper with few tokens up to that of sums along K.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late.
         Unless rows are counted the host doesn't wait for that: the rank whose arguments are wrong raises at once (but
         for ids, which only the device knows), the output is NaN everywhere, and a later call or `check` raises. Calls
         that are compiled or traced refuse what they can on this rank alone.
         """
-        if out is not None and (refusal := complaint(opening.check_out, out, tokens)):
-            return self._run(tokens, routing, self.experts, refusal)  # the peers have to hear of it
-        given = NOTHING_GIVEN if out is None else Given([out])
+        given = NOTHING_GIVEN
+        if out is not None or workspace is not None:
+            if refusal := complaint(opening.check_given, out, workspace, tokens, self.experts.device):
+                return self._run(tokens, routing, self.experts, refusal)  # the peers have to hear of it
+            given = Given(None if out is None else [out], workspace)
         if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
             return self._moe_prepared(tokens, routing, given)
         return copied(self._moe(tokens, routing), given)
@@ -202,18 +200,28 @@ class ExpertParallel:
             exchange.check_lateness()
             exchange.domain.pending = None
             constants = "moe_parallel", routing.num_experts, self.num_sms, *op.constants_of(experts)
-            history = self._team.history
-            tensors = tokens, routing.topk_weights, routing.topk_ids, *op.tensors_of(experts), history
-            out = calls.replay(constants, tensors, given)
-            if out is MISSED:
-                call = Plannable(self._launch_call, (tokens, routing, experts, history), owner=exchange.owner)
-                out = calls.run(constants, tensors, partial(self._moe, tokens, routing), call, given)
+            arguments, tensors = self._call_on(tokens, routing)
+            try:
+                out = calls.replay(constants, tensors, given)
+                if out is MISSED:
+                    call = Plannable(self._launch_call, arguments, owner=exchange.owner)
+                    out = calls.run(constants, tensors, partial(self._moe, tokens, routing), call, given)
+            except WorkspaceError as error:  # before any launch
+                return self._run(tokens, routing, experts, str(error))
             exchange.check()
             return out
 
+    def _call_on(self, tokens: torch.Tensor, routing: Routing) -> tuple[tuple, tuple]:
+        """Return the arguments of `_launch_call` but the first, and all tensors among them."""
+        team, experts = self._team, self.experts
+        tensors = tokens, routing.topk_weights, routing.topk_ids, *op.tensors_of(experts), team.history
+        table = () if team.placed is None else (team.placed.table,)
+        return (tokens, routing, experts, team.history, team.placed), tensors + table
+
     def _launch_call(
-        self, owner: Owner, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, history: torch.Tensor
-    ) -> torch.Tensor:
+        self, owner: Owner, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, history: torch.Tensor,
+        placed: Placed | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Launch what a call does, on this memory. Raises ValueError for arguments that `_moe` refuses."""
         refusal = complaint(op.check_call, tokens, routing, experts)
         rows, slots, dtype = op.as_rows(tokens, routing)
@@ -221,8 +229,20 @@ class ExpertParallel:
             raise ValueError(refusal)
         exchange = OnDevice(owner)
         exchange.domain.history = history
-        out = exchange.run_layer(rows, *op.widened(slots.topk_weights, slots.topk_ids), experts)
+        out = exchange.run_layer(rows, *op.widened(slots.topk_weights, slots.topk_ids), experts, placed)
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+
+    def workspace_bytes(self, tokens: torch.Tensor, routing: Routing) -> int:
+        """Return the bytes of `workspace=` of a call with tensors like these, which may be on "meta". Not collective.
+
+        0 if the call needs none, as where rows are counted. More tokens need more. Raises ValueError as `moe` does, and
+        for tensors that no call could be planned for.
+        """
+        if not isinstance(exchange := self._open_exchange(), OnDevice):
+            return 0
+        with self._lock, self._on_device():
+            arguments, tensors = self._call_on(tokens, routing)
+            return scratch_bytes(tensors, Plannable(self._launch_call, arguments, owner=exchange.owner))
 
     def dispatch(self, tokens: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
         """Send this rank's tokens [M, H] to the ranks of their experts; return the rows of this rank's. Collective.
@@ -327,13 +347,15 @@ class ExpertParallel:
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
-        k, experts = layout.num_topk, without_tensors(self.experts)
+        k, experts, num_experts = layout.num_topk, without_tensors(self.experts), None
+        if self.placement is not None:
+            num_experts = self.num_experts
         if not isinstance(self._exchange, OnDevice):
-            return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts)
+            return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts, num_experts, layout.num_experts)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
         ranks = tuple(str(rank) for rank in range(layout.num_ranks))
         hosts = {"memory": (), "gathered": ranks, "hosts": self._hosts}[self.exchange]
-        return ParallelCall(layout, k, *sizes, experts, hosts)
+        return ParallelCall(layout, k, *sizes, experts, hosts, num_experts)
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
@@ -352,7 +374,51 @@ class ExpertParallel:
         CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host,
         with "gathered" its own; the others' stay 0.
         """
-        return load_of(self._team.history, self.expert_offsets)
+        return load_of(self._team.history, self.expert_offsets, self._team.placed, self.placement)
+
+    def update_placement(self, placement: Sequence[int] | torch.Tensor) -> None:
+        """Go on with another placement from the next call on, also in graphs that were captured before. Collective.
+
+        placement: as in the constructor. Every rank calls this between the same two calls, or replays, on their stream,
+        and between these writes the weights that have moved to it, in place, into the tensors of `experts`:
+        nothing notices a call for which ranks have different ones. The host doesn't wait for the device. `load` begins
+        anew. Not while a graph is captured. Raises ValueError on every rank if one's is refused or they differ.
+        """
+        with self._lock, self._on_device():
+            given = regroup.agree_on(self.channel, placement, self._team.placed, self._may_lack)
+            cast(Placed, self._team.placed).update(given)
+            forget(self._team.history)
+            self.placement = tuple(given)
+
+    @property
+    def missing_experts(self) -> tuple[int, ...]:
+        """Experts of a routing that no rank has, in ascending order: tokens routed to one come out NaN."""
+        return () if self.placement is None else missing_experts(self.placement, self.num_experts)
+
+    def without(
+        self, ranks: Sequence[int], group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
+    ) -> "ExpertParallel":
+        """Return an object like this one over the ranks that are left, and close this one. Collective over those.
+
+        ranks: global ranks that are lost: `PeerTimeout.ranks`. group: of those that are left; None = a new one, which
+        every call makes: for many layers make one, `dist.new_group(left, use_local_synchronization=True)`. options: of
+        the constructor, in place of this object's.
+
+        Experts with a replica on a rank that is left are computed there, with the same bits. The others are
+        `missing_experts`: tokens routed to one come out NaN, and no other token changes. Takes as long as an opening;
+        graphs have to be captured again. Needs the store of the default group, so the process that hosts it.
+        Raises ValueError for ranks that aren't the group's, PeerTimeout if a rank that is left doesn't come, as where
+        another is lost or ranks name different ones.
+        """
+        watch, placement = self.channel.watch, self.placement or range(self.expert_offsets[-1])
+        places = regroup.places_left(watch, ranks)
+        if group is None:
+            group = regroup.group_of(watch, [watch.ranks[place] for place in places], self._backend)
+        given = regroup.options_left(self._options, places, placement, self.expert_offsets)
+        given |= {"num_experts": self.num_experts, **options}
+        made = ExpertParallel(self.experts, group, **given)
+        self.close()  # not before: peers may still read this rank's memory until they open the new one
+        return made
 
     def trace(self, tokens: torch.Tensor, routing: Routing) -> Timeline:
         """Return a timeline of one call: what each role of each multiprocessor did, and when. Collective; NVLink only.

@@ -31,6 +31,7 @@ from envoi.ops.moe.parallel.collectives import Channel
 from envoi.ops.moe.parallel.exchange import Rows, Team
 from envoi.ops.moe.parallel.failure import BEGUN, DONE, GATHERED, in_background, oversee
 from envoi.ops.moe.parallel.load import note
+from envoi.ops.moe.parallel.placement import place
 from envoi.ops.moe.permute import combine_rows
 from envoi.ops.moe.reference import combine as sum_rows
 from envoi.ops.moe.reference import quantize_tokens, take_rows
@@ -183,10 +184,12 @@ class Counted:
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
     ) -> Rows:
         """Send this rank's tokens; see `OnDevice.dispatch`. Raises ValueError on all ranks if one refuses."""
-        channel, rank_ends, num_experts = self.channel, team.rank_ends, team.expert_offsets[-1]
+        channel, rank_ends, given = self.channel, team.rank_ends, topk_ids
+        if team.placed is not None and not refusal:
+            topk_weights, topk_ids = place(team.placed, topk_weights, topk_ids)
         numbers = agree(channel, None if refusal else topk_ids, team.expert_offsets, rank_ends)
         if any(numbers.refused):
-            refusal = refusal or collectives.complaint(check_ids, topk_ids, num_experts)
+            refusal = refusal or collectives.complaint(check_ids, given, team.num_experts)
             collectives.refuse_together(channel, refusal, "exchange of refusals")
         collectives.same_everywhere("routing.topk_ids: num_topk", numbers.k)
         note(team.history, numbers.experts)

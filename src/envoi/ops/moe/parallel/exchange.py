@@ -12,7 +12,8 @@ trivial. Their sizes follow from max_tokens and num_topk alone. `counted` sends 
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from torch.nn import functional
 from envoi.ops.moe.parallel import nvlink, rail
 from envoi.ops.moe.parallel.collectives import Channel
 from envoi.ops.moe.parallel.failure import BEGUN, PeerTimeout
+from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST, Domain
+from envoi.ops.moe.parallel.placement import Placed, check_placement, place
 from envoi.ops.moe.parallel.rail import Rail
 from envoi.runtime.program import ALIGNMENT
 from envoi.spans import span
@@ -36,6 +39,7 @@ class Team:
 
     expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1]; rank_ends [num_ranks] int32: one past
     each rank's last expert, on the device. history: where the load of the object's calls is added. format: of experts.
+    placed: the placement, with which "experts" are physical ones here and in all of an exchange; or None.
     """
 
     channel: Channel
@@ -45,12 +49,34 @@ class Team:
     rank_ends: torch.Tensor
     history: torch.Tensor
     format: str
+    placed: Placed | None = None
+
+    @staticmethod
+    def of(
+        channel: Channel, peers: Sequence[Any], name: str, experts: ExpertWeights, num_experts: int | None
+    ) -> "Team":
+        """Return the team of these peers. num_experts: of a routing, None = those that the placement names, if any.
+
+        Raises ValueError, on all ranks alike, for a placement that doesn't fit.
+        """
+        offsets, device = tuple(accumulate((peer.num_experts for peer in peers), initial=0)), experts.device
+        given, placed = peers[channel.rank].placement, None
+        if given is not None:
+            placed = Placed.on(device, given, check_placement(given, offsets[-1], num_experts), channel.rank)
+        ends = torch.tensor(offsets[1:], dtype=torch.int32, device=device)
+        return Team(channel, peers, name, offsets, ends, empty_history(offsets[-1], device), experts.format, placed)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a routing."""
+        return self.expert_offsets[-1] if self.placed is None else self.placed.num_experts
 
 
 class Rows(NamedTuple):
     """Rows that a rank has received for its experts, sorted by expert, and what the exchange needs to send them back.
 
-    rows [P, H]: bf16, or quantised. offsets [E + 1] int32. weights [P] float32. topk_ids [M, k]: of this rank's tokens.
+    rows [P, H]: bf16, or quantised. offsets [E + 1] int32. weights [P] float32. topk_ids [M, k]: of this rank's tokens,
+    with a placement physical experts.
     """
 
     rows: Matrix
@@ -60,16 +86,35 @@ class Rows(NamedTuple):
     back: Any = None
 
 
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """Rows that a rank has received for its experts: what `ExpertParallel.dispatch` returns and `combine` takes.
+
+    rows [P, H]: tokens of all ranks sorted by (expert, source rank, slot); bf16, or a QuantTensor in the format's
+        scheme for tokens. offsets [E + 1] int32, on the device: this rank's expert e owns rows offsets[e] :
+        offsets[e + 1]; rows past offsets[E] are undefined. topk_weights [P] float32: the routing weight of each row.
+    """
+
+    rows: Matrix
+    offsets: torch.Tensor
+    topk_weights: torch.Tensor
+    shape: tuple[int, ...] = field(repr=False)
+    dtype: torch.dtype = field(repr=False)
+    received: Rows = field(repr=False)
+
+
 @dataclass(frozen=True)
 class OnDevice:
     """Exchange by kernels, and over a rail by NCCL. Objects of equal sizes, such as a model's layers, have one in turn.
 
-    owner: the memory. name: of the exchange; rank: this one, within the group; what launches needs neither.
+    owner: the memory. name: of the exchange; rank: this one, within the group; num_experts: of routings, None = as many
+    as the memory is for; what launches needs none of these.
     """
 
     owner: Owner
     name: str = ""
     rank: int = 0
+    num_experts: int | None = None
 
     @property
     def rail(self) -> Rail | None:
@@ -105,15 +150,19 @@ class OnDevice:
             self.refuse()
             raise ValueError(refusal)
         self.domain.history = team.history
-        return self.send(tokens, topk_weights, topk_ids)
+        return self.send(tokens, topk_weights, topk_ids, team.placed)
 
-    def send(self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Rows:
+    def send(
+        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, placed: Placed | None = None
+    ) -> Rows:
         """Launch dispatch of tokens [M, H] bf16; the rows are in memory that the next call reuses."""
-        given = compiled_form(tokens, topk_weights, topk_ids, self.domain.layout.num_topk)
+        tokens, weights, ids = compiled_form(tokens, topk_weights, topk_ids, self.domain.layout.num_topk)
         with span("dispatch"):
-            self._launches.dispatch(self.owner, *given)
+            if placed is not None:
+                weights, ids = place(placed, weights, ids)
+            self._launches.dispatch(self.owner, tokens, weights, ids)
         domain = self.domain
-        return Rows(domain.rows, domain.offsets, domain.row_weights, given[2])
+        return Rows(domain.rows, domain.offsets, domain.row_weights, ids)
 
     def run_experts(self, received: Rows, experts: ExpertWeights) -> torch.Tensor:
         """Run this rank's experts on the rows: what `combine` takes. L2 sends them, but with presum over NVLink."""
@@ -131,10 +180,11 @@ class OnDevice:
             return self._launches.combine(self.owner, rows, received.topk_ids)
 
     def run_layer(
-        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
-    ) -> torch.Tensor:
+        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights,
+        placed: Placed | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Launch a layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
-        received = self.send(tokens, topk_weights, topk_ids)
+        received = self.send(tokens, topk_weights, topk_ids, placed)
         return self.combine(self.run_experts(received, experts), received)
 
     def refuse(self) -> None:
@@ -184,7 +234,7 @@ class OnDevice:
         if not said:
             return
         (rank, code), watch = said[0], self.domain.watch
-        most = self.domain.layout.num_experts - 1
+        most = (self.num_experts or self.domain.layout.num_experts) - 1
         text = f"routing.topk_ids: expected ids from 0 to {most}, or -1 for a masked slot"
         if code == REFUSED_ON_HOST:
             text = watch.ask(lambda store: store.get(f"refused/{rank}"), watch.timeout_s).decode()

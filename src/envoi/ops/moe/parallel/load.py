@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import torch
 
+from envoi.ops.moe.parallel.placement import Placed
+
 HISTORY = 128  # calls that are kept, a power of two
 NO_CALL = -1
 
@@ -15,7 +17,7 @@ class Busiest:
 
     num_calls: calls with a token. rank_calls: those in which `rank` had the most. imbalance: the busiest rank's tokens
     over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many times as long.
-    rank_load, expert_load: tokens over the mean of all ranks, of all experts.
+    rank_load, expert_load: tokens over the mean of all ranks, of all experts; with a placement of physical ones.
     """
 
     num_calls: int
@@ -40,24 +42,32 @@ class Load:
 
     num_tokens_per_expert [calls, num_experts] int32, the newest call last: slots with the expert, on the device where
     they were counted; -1 for calls that haven't been made. expert_offsets: rank r owns experts expert_offsets[r] :
-    expert_offsets[r + 1].
+    expert_offsets[r + 1]. With a placement these are physical experts: per_physical [calls, num_physical] int32,
+    and placement, which experts they are; calls before the last `update_placement` aren't kept.
 
     Tensors are filled in the order of the device's stream; printing a Load, or `busiest`, waits for them.
     """
 
     num_tokens_per_expert: torch.Tensor
     expert_offsets: tuple[int, ...]
+    per_physical: torch.Tensor | None = None
+    placement: tuple[int, ...] | None = None
+
+    @property
+    def num_tokens_per_physical(self) -> torch.Tensor:
+        """Tokens of each physical expert, [calls, num_physical] int32; without a placement, of each expert."""
+        return self.num_tokens_per_expert if self.per_physical is None else self.per_physical
 
     @property
     def num_tokens_per_rank(self) -> torch.Tensor:
         """Tokens of each rank's experts: [calls, num_ranks] int32, -1 for calls that haven't been made."""
-        made = self.num_tokens_per_expert[:, :1] != NO_CALL
-        ranks = [self.num_tokens_per_expert[:, a:b].sum(1, dtype=torch.int32) for a, b in pairwise(self.expert_offsets)]
-        return torch.where(made, torch.stack(ranks, 1), NO_CALL)
+        counts = self.num_tokens_per_physical
+        ranks = [counts[:, a:b].sum(1, dtype=torch.int32) for a, b in pairwise(self.expert_offsets)]
+        return torch.where(counts[:, :1] != NO_CALL, torch.stack(ranks, 1), NO_CALL)
 
     def busiest(self) -> Busiest | None:
         """Return what bound the calls; None if none had a token. Waits for the device."""
-        experts, ranks = self.num_tokens_per_expert.cpu().double(), self.num_tokens_per_rank.cpu().double()
+        experts, ranks = self.num_tokens_per_physical.cpu().double(), self.num_tokens_per_rank.cpu().double()
         used = ranks.sum(1) > 0
         if not used.any():
             return None
@@ -68,10 +78,11 @@ class Load:
         rank = max(range(len(totals)), key=lambda r: (int(wins[r]), float(totals[r]), -r))
         first, last = self.expert_offsets[rank], self.expert_offsets[rank + 1]
         of_experts = experts.sum(0)
-        expert = first + int(of_experts[first:last].argmax())
+        busy = first + int(of_experts[first:last].argmax())
         return Busiest(
             len(ranks), rank, int(wins[rank]), float((ranks.amax(1) / ranks.mean(1)).mean()),
-            float(totals[rank] / totals.mean()), expert, float(of_experts[expert] / of_experts.mean()),
+            float(totals[rank] / totals.mean()), busy if self.placement is None else self.placement[busy],
+            float(of_experts[busy] / of_experts.mean()),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -96,10 +107,24 @@ def note(history: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> None:
     number += 1
 
 
-def load_of(history: torch.Tensor, expert_offsets: list[int]) -> Load:
-    """Copy a history to a Load, on its device; the host doesn't wait."""
+def forget(history: torch.Tensor) -> None:
+    """Forget all calls, in the order of the device's stream; the host doesn't wait."""
+    history[HISTORY, 0].zero_()
+
+
+def load_of(
+    history: torch.Tensor, expert_offsets: list[int], placed: Placed | None = None,
+    placement: tuple[int, ...] | None = None,
+) -> Load:  # fmt: skip
+    """Copy a history, with a placement one of physical experts, to a Load, on its device; the host doesn't wait."""
     number = history[HISTORY, 0]
     ages = torch.arange(HISTORY - 1, -1, -1, dtype=torch.int32, device=history.device)
     calls = number - 1 - ages  # the number of each call, the newest last; below 0 for calls not made
     found = history.index_select(0, calls % HISTORY)
-    return Load(torch.where((calls >= 0).unsqueeze(1), found, NO_CALL), tuple(expert_offsets))
+    made = (calls >= 0).unsqueeze(1)
+    counts = torch.where(made, found, NO_CALL)
+    if placed is None:
+        return Load(counts, tuple(expert_offsets))
+    experts = found.new_zeros(HISTORY, placed.num_experts)
+    experts.index_add_(1, placed.logical.clamp(min=0), found)  # nothing comes to an unused one
+    return Load(torch.where(made, experts, NO_CALL), tuple(expert_offsets), counts, placement)

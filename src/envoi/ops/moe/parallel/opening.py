@@ -28,8 +28,10 @@ from envoi.ops.moe.parallel.counted import Counted
 from envoi.ops.moe.parallel.exchange import OnDevice, Owner, Team
 from envoi.ops.moe.parallel.failure import Watch
 from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.placement import check_same
 from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.store import connect, is_on_this_host
+from envoi.runtime.prepared.replay import check_workspace
 from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing, expect_experts
 
@@ -52,7 +54,7 @@ class Peer(NamedTuple):
 
     same: arguments that have to be the same on all ranks, in words. kernels: what decides, with those of all, which
     kernels a call on given memory needs. host, machine: names. by_store: whether the default group's store is on this
-    host. why_not: the reason why it has no kernels, or "".
+    host. why_not: the reason why it has no kernels, or "". placement: as its caller gave it.
     """
 
     same: dict[str, str]
@@ -62,6 +64,7 @@ class Peer(NamedTuple):
     machine: str
     by_store: bool
     why_not: str
+    placement: list[int] | None = None
 
 
 class Wanted(NamedTuple):
@@ -125,6 +128,14 @@ def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
     expect_tensor("out", out, tokens.dtype, tokens.shape, tokens.device)
     if not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
         raise ValueError("out: expected a contiguous tensor at a multiple of 16 bytes, got another")
+
+
+def check_given(out: Any, workspace: Any, tokens: torch.Tensor, device: torch.device) -> None:
+    """Raise ValueError unless a call can use the caller's memory, but for the size of a workspace."""
+    if out is not None:
+        check_out(out, tokens)
+    if workspace is not None:
+        check_workspace(workspace, 0, device)
 
 
 def check_sizes(
@@ -192,23 +203,28 @@ def open_channel(group: dist.ProcessGroup, experts: ExpertWeights, timeout_s: fl
     return Channel(control, control, torch.device("cpu"), watch)
 
 
-def tell_peers(channel: Channel, experts: ExpertWeights, same: dict[str, str], num_sms: int | None) -> list[Peer]:
+def tell_peers(
+    channel: Channel, experts: ExpertWeights, same: dict[str, str], num_sms: int | None,
+    placement: list[int] | None = None,
+) -> list[Peer]:  # fmt: skip
     """Tell all ranks about this one, and return what each of them has told. Collective.
 
-    same: arguments in words. Raises ValueError unless they, and the layers' sizes, are equal on all ranks.
+    same: arguments in words. Raises ValueError unless these, placement and the layers' sizes are equal on all ranks.
     """
     layer = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     layer += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit}"
     layer += f" bias={experts.down_bias is not None}"
     forms = [None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(experts)]
+    kernels = repr((constants_of(experts), forms, num_sms, placement is not None))
     mine = Peer(
-        {"experts": layer} | same, experts.num_local_experts, repr((constants_of(experts), forms, num_sms)),
+        {"experts": layer} | same, experts.num_local_experts, kernels,
         socket.gethostname(), platform.node(), is_on_this_host(dist.distributed_c10d._get_default_store()),
-        nvlink.why_not_kernels(experts),
+        nvlink.why_not_kernels(experts), placement,
     )  # fmt: skip
     peers = [Peer(*json.loads(text)) for text in collectives.gather_texts(channel, json.dumps(mine), OPENING)]
     for what in mine.same:
         collectives.same_everywhere(what, [peer.same[what] for peer in peers])
+    check_same([peer.placement for peer in peers])
     return peers
 
 
@@ -288,6 +304,14 @@ def open_exchange(
     return found or _open_between_all(team, layout, wanted, group), why
 
 
+def layout_of(team: Team, experts: ExpertWeights, max_tokens: int | None, num_topk: int | None) -> SharedLayout | None:
+    """Return the layout of memory for the most tokens and slots, without presum; None if one of these isn't known."""
+    if max_tokens is None or num_topk is None:
+        return None
+    sizes = team.channel.num_ranks, team.expert_offsets[-1], max_tokens, num_topk
+    return SharedLayout(*sizes, experts.hidden, experts.format)
+
+
 def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None) -> SharedLayout:
     """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster."""
     if presum is None:
@@ -353,7 +377,8 @@ def _open(
 
     steps: are taken with what `allocate` has returned. Collective.
     """
-    key = name, tuple(team.channel.watch.ranks), *sizes, team.expert_offsets, team.channel.watch.timeout_s
+    ranks = tuple(team.channel.watch.ranks)
+    key = name, ranks, *sizes, team.expert_offsets, team.num_experts, team.channel.watch.timeout_s
     found = _opened.get(key)
     if found is not None and (found.domain.watch.failure is not None or any(found.domain.codes[0])):
         found = None  # a rank was lost: flags can't be trusted any more, and collectives were ended
@@ -365,6 +390,6 @@ def _open(
         for rank, text in enumerate(collectives.gather_texts(team.channel, error, OPENING)):
             if text:
                 return None, f"rank {rank}: {text}"
-    _opened[key] = found = OnDevice(made[0], name, team.channel.rank)
+    _opened[key] = found = OnDevice(made[0], name, team.channel.rank, team.num_experts)
     found.domain.watch = team.channel.watch
     return found, why

@@ -15,6 +15,7 @@ from envoi.ops.moe.parallel import nvlink
 from envoi.ops.moe.parallel.collectives import Channel, gather_texts
 from envoi.ops.moe.parallel.exchange import OnDevice, Owner
 from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.placement import Placed, place, table_size
 from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.permute import combine_rows, empty_rows
 from envoi.quant.formats import format_named
@@ -32,8 +33,8 @@ PATIENCE_S = 1800.0  # for peers that compile
 class ParallelCall:
     """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
 
-    num_topk: slots of a token. hosts: of each rank, for an exchange with a rail. The rank also sends rows of other
-    experts back, and with 0 tokens it refuses a call.
+    num_topk: slots of a token. hosts: of each rank, for an exchange with a rail. num_experts: of routings, with a
+    placement, else None. The rank also sends rows of other experts back, and with 0 tokens it refuses a call.
     """
 
     layout: SharedLayout
@@ -43,6 +44,7 @@ class ParallelCall:
     timeout_s: float
     experts: ExpertWeights
     hosts: tuple[str, ...] = ()
+    num_experts: int | None = None
 
     @property
     def most(self) -> int:
@@ -55,7 +57,7 @@ class ParallelCall:
         tokens = without_memory((num_tokens, self.layout.hidden), torch.bfloat16)
         given = tokens, without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts
         exchange = OnDevice(_owner(self.hosts, self.layout, self.rank, self.expert_offsets, self.timeout_s))
-        exchange.run_layer(*given)
+        exchange.run_layer(*given, placed_without_memory(self.num_experts, self.expert_offsets[-1], self.rank))
         domain = exchange.domain
         if not domain.layout.presum:
             nvlink.send_rows(domain, without_memory(tuple(domain.rows.shape), torch.bfloat16))
@@ -67,12 +69,15 @@ class ParallelCall:
 class CountedCall:
     """Kernels of a call whose rows are counted, for a number of rows on a rank; their number isn't that of its tokens.
 
-    most: rows. num_topk: slots of a token. experts: without memory.
+    most: rows. num_topk: slots of a token. experts: without memory. num_experts: of routings, with a placement, else
+    None; then num_physical: over all ranks.
     """
 
     most: int
     num_topk: int
     experts: ExpertWeights
+    num_experts: int | None = None
+    num_physical: int = 0
 
     def __call__(self, num_rows: int) -> None:
         """Run the experts on so many rows, and sum the rows of a token."""
@@ -82,6 +87,16 @@ class CountedCall:
         run_experts(rows, weights, without_memory((experts.num_local_experts + 1,), torch.int32), experts)
         back = without_memory((num_rows, experts.hidden), torch.bfloat16)
         combine_rows(back, without_memory((1, self.num_topk), torch.int32))
+        if (placed := placed_without_memory(self.num_experts, self.num_physical, 0)) is not None:
+            slots = 1, self.num_topk
+            place(placed, without_memory(slots, torch.float32), without_memory(slots, torch.int32))
+
+
+def placed_without_memory(num_experts: int | None, num_physical: int, rank: int) -> Placed | None:
+    """Return a placement whose table has no memory; None without num_experts."""
+    if num_experts is None:
+        return None
+    return Placed(without_memory((table_size(num_experts, num_physical),), torch.int32), num_experts, rank)
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,49 @@
+"""Packing of a layer when vLLM has processed its loaded weights: at first, and whenever they are loaded anew.
+
+vLLM makes its kernels in that step of a layer's method, and gives the layer to none of them but a few. Packed there, a
+layer that can't be is known before memory is measured and graphs are captured, and what is loaded into a running server
+reaches captured graphs.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from envoi import env
+from envoi.integrations.vllm import exchange
+
+DONE = "_already_called_process_weights_after_loading"  # of vLLM's layers whose methods do nothing a second time
+
+
+def install(names: Mapping[str, Any]) -> None:
+    """Let `follow` see each layer that vLLM makes."""
+    kind = names["RoutedExperts"]
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def make(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        follow(self)
+
+    kind.__init__ = make
+
+
+def follow(layer: Any) -> None:
+    """Pack a layer after each time that its method has processed its weights, if Envoi's kernels run it then."""
+    from envoi.integrations.vllm.experts import Experts  # Envoi's kernels aren't imported before a layer is made
+
+    method = layer.quant_method
+    process = method.process_weights_after_loading
+
+    def process_and_pack(layer: Any) -> None:
+        is_done = getattr(layer, DONE, False)
+        process(layer)
+        if is_done:  # then nothing has happened, and weights may be in Envoi's order
+            return
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if isinstance(experts, Experts):
+            experts.take(layer)
+            if env.exchanges_vllm():
+                exchange.join(layer, method.moe_kernel)
+
+    method.process_weights_after_loading = process_and_pack

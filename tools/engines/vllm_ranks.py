@@ -1,0 +1,126 @@
+"""Envoi's experts on two data-parallel ranks in vLLM's own classes: with vLLM's exchange of tokens, then Envoi's.
+
+    python -m tools.engines.vllm_ranks [CASE ..]      with a vLLM and its dependencies importable
+
+Each rank has half of a layer's experts, and tokens of its own, not as many as the other. Layers are made and called as
+in `vllm_layers`, and results held to float64 with all experts. Without GPUs ranks speak by gloo.
+"""
+# pyright: reportMissingImports=false
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tools.engines import vllm_layers as layers
+from tools.engines.checks import Checks
+from tools.engines.vllm_layers import CASES, DEVICE, FORM, GPU, E, H, K
+
+TOKENS = (5, 3)  # of each rank
+COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
+RUN = ("bf16", "bf16, biases, gpt-oss", "fp8 in blocks", "mxfp4 of DeepSeek-V4")
+
+
+def start(stack: contextlib.ExitStack, rank: int, port: int) -> None:
+    """Make this process a rank of vLLM's."""
+    from vllm import distributed
+    from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed.device_communicators import all2all
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
+
+    parallel = ParallelConfig(
+        data_parallel_size=len(TOKENS), data_parallel_rank=rank, data_parallel_master_ip="127.0.0.1",
+        enable_expert_parallel=True, all2all_backend="allgather_reducescatter",
+    )  # fmt: skip
+    parallel.get_next_dp_init_port = lambda: port
+    given = VllmConfig(device_config=DeviceConfig(device=DEVICE.type), parallel_config=parallel)
+    given.scheduler_config.max_num_batched_tokens = max(TOKENS)
+    layers.prepare_envoi()
+    if not GPU:
+        kind: Any = type(current_platform)
+        kind.get_device_communicator_cls = classmethod(lambda cls: COMMUNICATOR)
+        DeviceCommunicatorBase.all_gatherv, DeviceCommunicatorBase.reduce_scatterv = gathered, scattered
+    stack.enter_context(set_current_vllm_config(given))
+    distributed.init_distributed_environment(1, 0, "env://", rank if GPU else 0, "nccl" if GPU else "gloo")
+    distributed.initialize_model_parallel(1, 1)
+    given.model_config = SimpleNamespace(quantization_config=None)
+    sizes = SimpleNamespace(get_chunk_sizes_across_dp_rank=lambda: list(TOKENS))
+    all2all.get_forward_context = lambda: SimpleNamespace(dp_metadata=sizes)
+
+
+def gathered(self: Any, tensors: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
+    """Stand for vLLM's collective of NCCL: concatenate each tensor over the ranks."""
+    found: list[Any] = [None] * len(sizes)
+    torch.distributed.all_gather_object(found, tensors, group=self.cpu_group)
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def scattered(self: Any, x: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    """Stand for vLLM's collective of NCCL: return this rank's rows of the sum over the ranks."""
+    total = x.float()
+    torch.distributed.all_reduce(total, group=self.cpu_group)
+    return total.to(x.dtype).split(sizes)[self.rank_in_group].contiguous()
+
+
+def run(name: str, rank: int) -> tuple[Any, float]:
+    """Return a layer's kernel on this rank, and the error of its result for this rank's tokens."""
+    _, make, changed = CASES[name]
+    local = E // len(TOKENS)
+    parallel = {"dp_size": len(TOKENS), "dp_rank": rank, "ep_size": len(TOKENS), "ep_rank": rank, "use_ep": True,
+                "all2all_backend": "allgather_reducescatter"}  # fmt: skip
+    config = layers.config(**changed, num_local_experts=local, parallel=parallel)
+    expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
+    expert_map[rank * local : (rank + 1) * local] = torch.arange(local, dtype=torch.int32, device=DEVICE)
+    layer, mine = layers.made(make(config), config, expert_map, seed=rank)
+    loaded: list[Any] = [None] * len(TOKENS)
+    torch.distributed.all_gather_object(loaded, {key: None if x is None else x.cpu() for key, x in mine.items()})
+    whole = {key: None if mine[key] is None else torch.cat([part[key] for part in loaded]).to(DEVICE) for key in mine}
+    source = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS[rank], H, generator=source).bfloat16().to(DEVICE)
+    logits = torch.randn(TOKENS[rank], E, generator=source).to(DEVICE)
+    top, ids = logits.topk(K, dim=1)
+    weights, ids = top.softmax(1), ids.int()
+    want = layers.expected(x, weights, ids, layer, whole)
+    out = layers.called(layer.quant_method, layer, x, logits, weights, ids)
+    return layer.quant_method.moe_kernel, float((out.double() - want).norm() / want.norm())
+
+
+def main(rank: int, port: int) -> None:
+    """Run the checks on a rank, print a line for each on the first; exit with 1 if one fails."""
+    from envoi.integrations import lines
+
+    stack = contextlib.ExitStack()
+    start(stack, rank, port)
+    checks = Checks()
+    for name in RUN:
+        for ours in (False, True):
+            os.environ["ENVOI_VLLM_EP"] = str(int(ours))
+            kernel, error = run(name, rank)
+            experts = kernel.fused_experts
+            good = error < FORM[experts.format] and (experts.exchange is not None) == ours
+            whose = type(kernel.prepare_finalize).__name__
+            checks.judge(
+                f"rank {rank}: {name}, {'Envoi' if ours else 'vLLM'}'s exchange", good, f"{error:.1e}, {whose}"
+            )
+    if rank == 0:
+        print("\n".join(line for line in lines._said if "exchange" in line))
+    torch.distributed.barrier()
+    checks.end()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(TOKENS))}
+    command = [sys.executable, "-m", "tools.engines.vllm_ranks", *sys.argv[1:]]
+    ranks = [subprocess.Popen(command, env=os.environ | here | {"RANK": str(rank)}) for rank in range(len(TOKENS))]
+    sys.exit(max(rank.wait() for rank in ranks))
