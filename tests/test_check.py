@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ def test_tensors():
     refused("x: expected int32 [3, 5], got int32 [3, 4]", expect_tensor, "x", x, torch.int32, (3, 5))
     refused("x: expected int32 [rows], got int32 [3, 4]", expect_tensor, "x", x, torch.int32, ("rows",))
     refused("x: expected tensor [*, 5], got int32 [3, 4]", expect_tensor, "x", x, None, (None, 5))
+    refused("x: expected tensor [*, 5], got int32 [3, 4]", expect_tensor, "x", x, None, (None, np.int64(5)))
     refused("x: expected int8 or int16, got list", expect_tensor, "x", [1], (torch.int8, torch.int16))
     refused("x: expected int32, got int 3", expect_tensor, "x", 3, torch.int32)
     refused("x: expected int32, got NoneType", expect_tensor, "x", None, torch.int32)

@@ -62,7 +62,7 @@ def _wanted(dtypes: Sequence[torch.dtype], shape: Sequence[Dim] | None) -> str:
 
 def _fits(sizes: Sequence[int], shape: Sequence[Dim]) -> bool:
     return len(sizes) == len(shape) and all(
-        not isinstance(want, (int, torch.SymInt)) or size == want for size, want in zip(sizes, shape, strict=True)
+        want is None or isinstance(want, str) or size == want for size, want in zip(sizes, shape, strict=True)
     )
 
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -128,6 +129,9 @@ def test_a_map_is_checked():
     ):
         with pytest.raises(ValueError, match=say):
             envoi.moe(layer.tokens, layer.routing, experts, expert_map=bad)
+    counted = replace(layer.routing, num_experts=np.int64(8))
+    with pytest.raises(ValueError, match="expert_map: expected int32 \\[8\\], got int32 \\[9\\]"):
+        envoi.moe(layer.tokens, counted, experts, expert_map=torch.zeros(9, dtype=torch.int32))
     ids = layer.routing.topk_ids.clone()
     ids[1, 0] = 8
     good = torch.arange(8, dtype=torch.int32)
