@@ -5,7 +5,11 @@ from torch.nn import functional
 
 from envoi.ops.moe.router import Rule
 
-BEST_FIRST = {"softmax_over_topk": lambda x: x.float().softmax(-1), "sigmoid_of_topk": lambda x: x.float().sigmoid()}
+BEST_FIRST = {
+    "softmax_over_topk": lambda x: x.float().softmax(-1),
+    "sigmoid_of_topk": lambda x: x.float().sigmoid(),
+    "identity": lambda x: x.float(),
+}
 
 
 def eager_route(

@@ -25,8 +25,8 @@ from bench.timing import Clock, Run, Timing, mean_timing
 from bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.ops.indexer import indexer_topk
 from envoi.ops.indexer.certificate import orders
-from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
-from tools.oracles.indexer import scores64
+from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of
+from tools.oracles.indexer import keys64, scores64
 from tools.oracles.indexer_workloads import Workload
 
 TOPK = 2048
@@ -162,8 +162,7 @@ def missed(x: Inputs, slots: torch.Tensor) -> float:
     longest_first = sorted(enumerate(x.lengths), key=lambda entry: -entry[1])
     for request, length in longest_first[:MAX_ERROR_REQUESTS]:
         pages = x.block_table[request, : pages_of(length)].long()
-        values, scales = unpack_pages(x.k_cache, pages)
-        scores = scores64(x.q[request], values[:length], scales[:length], x.weights[request])
+        scores = scores64(x.q[request], keys64(x.k_cache, pages)[:length], x.weights[request])
         best = scores.topk(min(TOPK, length)).indices
         want = pages[best // PAGE_SIZE] * PAGE_SIZE + best % PAGE_SIZE
         missed = ~torch.isin(want, slots[request].long())

@@ -6,7 +6,7 @@ from envoi import experts, router
 from envoi.epilogues import EpilogueError, epilogue
 from envoi.estimates import estimate
 from envoi.ops.gemm import gemm, grouped_gemm
-from envoi.ops.indexer import indexer_topk
+from envoi.ops.indexer import indexer_blocks, indexer_topk, indexer_topk_in_blocks
 from envoi.ops.moe import moe, supports
 from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.ops.moe.router import route
@@ -29,7 +29,9 @@ __all__ = [
     "experts",
     "gemm",
     "grouped_gemm",
+    "indexer_blocks",
     "indexer_topk",
+    "indexer_topk_in_blocks",
     "moe",
     "plan",
     "route",

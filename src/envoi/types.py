@@ -131,11 +131,11 @@ class Routing(_Printed):
     A Routing made by hand for `envoi.moe` may have ids in int64, weights in bf16 or fp16, and for tokens [B, S, H] both
     as [B, S, k].
 
-    topk_weights [M, k] float32: weight of each slot, 0 where masked.
+    topk_weights [M, k] float32, or the dtype asked for: weight of each slot, 0 where masked.
     topk_ids [M, k] int32: expert of each slot, -1 = masked slot. Ids of one token are distinct.
     num_experts: N, the number of experts over all ranks.
     logits [M, N] float32: the router logits, if they were asked for.
-    dense [M, N] float32: topk_weights scattered to their experts, 0 elsewhere, if asked for.
+    dense [M, N], dtype of topk_weights: these scattered to their experts, 0 elsewhere, if asked for.
     num_tokens_per_expert [N] int32 and expert_offsets [N + 1] int32 (exclusive), if asked for, without masked slots.
 
     Example, k = 2: topk_ids [[3, 0], [1, -1]], topk_weights [[.6, .4], [1., 0.]] sends token 0 to experts 3 and 0.

@@ -16,7 +16,15 @@ from tests.fuzz import parallel, run
 from tests.fuzz.draw import SIZES
 from tests.helpers.ranks import MOST_RANKS
 
-LARGE = ("gemm", "grouped_gemm", "epilogue", "route", "indexer_topk", "quantise")  # the oracle of a layer takes longest
+LARGE = (
+    "gemm",
+    "grouped_gemm",
+    "epilogue",
+    "route",
+    "indexer_topk",
+    "indexer_blocks",
+    "quantise",
+)  # the oracle of a layer takes longest
 LAYERS_OF_RANKS = ("expert_parallel", parallel.RANKS)
 
 

@@ -17,16 +17,21 @@ from tests.fuzz.approx import TINY, Approx, Arithmetic, approx, matmul
 from tests.fuzz.draw import Case, Draw, host
 
 PAGE, DIM = 64, 128
+HEADS = (1, 4, 7, 8, 16, 32, 32, 48, 64, 64)
 KINDS = ("normal", "normal", "whole", "whole", "same tokens", "bytes", "zeros", "spread")
 
 
 @dataclass
 class Given:
-    """Arguments of a case on the CPU; values [pages, 64, 128] uint8, scales [pages, 64] float32."""
+    """Arguments of a case on the CPU; values [pages, 64, 128] uint8, scales [pages, 64] float32.
+
+    factors: None, or of keys in FP4 [pages, 64, 4] uint8; values are then nibbles, and there are no scales.
+    """
 
     q: torch.Tensor
     values: torch.Tensor
     scales: torch.Tensor
+    factors: torch.Tensor | None
     weights: torch.Tensor
     lengths: list[int]
     table: torch.Tensor
@@ -40,14 +45,18 @@ class Given:
     @property
     def text(self) -> str:
         """Describe the case in one line."""
+        keys = "" if self.factors is None else "FP4 "
         return (
-            f"{self.mode} k {self.k} heads {self.q.shape[1]} next_n {self.next_n} lengths {self.lengths} "
+            f"{self.mode} {keys}k {self.k} heads {self.q.shape[1]} next_n {self.next_n} lengths {self.lengths} "
             f"slots {self.slots} order {self.order} bad {self.bad}"
         )
 
     def cache(self) -> torch.Tensor:
-        """Lay the cache out as pages of 64 * 128 bytes of values and 64 float32 scales: [pages, 64, 1, 132] uint8."""
+        """Lay the cache out as pages of values and then scales, [pages, 64, 1, 132], or factors, [pages, 64, 1, 68]."""
         pages = len(self.values)
+        if self.factors is not None:
+            packed = self.values[..., 0::2] | (self.values[..., 1::2] << 4)
+            return torch.cat((packed.flatten(1), self.factors.flatten(1)), 1).view(pages, PAGE, 1, DIM // 2 + 4)
         scales = self.scales.contiguous().view(torch.uint8).view(pages, 4 * PAGE)
         return torch.cat((self.values.reshape(pages, PAGE * DIM), scales), 1).view(pages, PAGE, 1, DIM + 4)
 
@@ -64,7 +73,8 @@ def indexer_topk(draw: Draw) -> Case:
     lengths = torch.tensor(given.lengths, dtype=torch.int32, device=device)
     options = {"output": "slots" if given.slots else "positions", "order": given.order, "return_errors": True}
     # Kernels give error codes; torch's operators refuse, as in the exact mode where no certificate is.
-    uncertified = device.type == "cpu" or certificate.orders(q.device, q.shape[1]) is None
+    has_kernels = certificate.has_kernels(q.shape[1], given.k)
+    uncertified = device.type == "cpu" or not has_kernels or certificate.orders(q.device, q.shape[1]) is None
     by_torch = implementation(device) == "torch" or (given.mode == "exact" and uncertified)
 
     def call() -> Any:
@@ -78,14 +88,18 @@ def indexer_topk(draw: Draw) -> Case:
 
 def drawn(draw: Draw, kind: str) -> Given:
     """Draw the tensors and options."""
-    requests, heads, next_n = draw.random.randint(0, draw.most(2, 4, 8)), draw.one((32, 64)), draw.one((1, 1, 2, 3))
-    k, most = draw.one((512, 512, 512, 1024, 2048)), draw.most(640, 1400, 6000)
+    requests, heads, next_n = draw.random.randint(0, draw.most(2, 4, 8)), draw.one(HEADS), draw.one((1, 1, 2, 3))
+    k, most = draw.one((1, 16, 128, 200, 256, 512, 512, 1024, 1500, 2048)), draw.most(640, 1400, 6000)
     lengths = [draw.one((0, 1, 64, 65, k - 1, k, k + 1, k + 65, draw.random.randint(1, most))) for _ in range(requests)]
     lengths = [min(length, most) for length in lengths]
     width = max([1, *(-(-length // PAGE) for length in lengths)]) + draw.one((0, 0, 3))
     num_pages = max(1, sum(-(-length // PAGE) for length in lengths)) + 2
     rows = requests * next_n
     q, values, scales, weights = tensors(draw, kind, rows, heads, num_pages)
+    factors = None
+    if draw.chance(0.3):
+        values, factors = keys_in_fp4(draw, kind, num_pages)
+    mode = "fast" if factors is not None else draw.one(("exact", "fast"))
     pages = draw.uniform(num_pages).argsort().tolist()
     table = torch.full((requests, width), 2**31 - 1, dtype=torch.int32)
     for request, length in enumerate(lengths):
@@ -100,7 +114,7 @@ def drawn(draw: Draw, kind: str) -> Given:
         else:
             table[request, 0] = draw.one((-1, num_pages, 2**31 - 1))
     return Given(
-        q, values, scales, weights, lengths, table, k, draw.one(("exact", "fast")), next_n, draw.chance(0.5),
+        q, values, scales, factors, weights, lengths, table, k, mode, next_n, draw.chance(0.5),
         draw.one(("score", "score", "any", "position")), bad,
     )  # fmt: skip
 
@@ -135,9 +149,33 @@ def tensors(draw: Draw, kind: str, rows: int, heads: int, num_pages: int) -> tup
     return q, values, scales, weights
 
 
+def keys_in_fp4(draw: Draw, kind: str, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw nibbles [pages, 64, 128] and factors [pages, 64, 4], at most 2^26 apart in a key, which all kernels keep."""
+    groups = num_pages, PAGE, 4
+    values = draw.ints(0, 15, num_pages, PAGE, DIM).to(torch.uint8)
+    if kind in ("zeros", "same tokens"):
+        values = values * 0 if kind == "zeros" else values[:, :1].expand(num_pages, PAGE, DIM).clone()
+    spread = 0 if kind == "whole" else draw.one((1, 5, 26))
+    factors = (draw.ints(120, 130, num_pages, PAGE, 1) * (kind != "whole") + 127 * (kind == "whole")).expand(groups)
+    factors = factors - draw.ints(0, spread, *groups)
+    if draw.chance(0.15):
+        factors = torch.where(draw.uniform(*groups) < 0.1, 255, factors)
+    return values, factors.to(torch.uint8)
+
+
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """Round float64 to the bytes of E4M3."""
     return formats.nearest_code(x, formats.E4M3).to(torch.uint8)
+
+
+def keys_of(given: Given, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values [tokens, 128] and scales [tokens] of pages, float64; of FP4 times their factors, and ones."""
+    values = given.values[pages].reshape(-1, DIM)
+    if given.factors is None:
+        return formats.decode_e4m3(values), given.scales[pages].reshape(-1).double()
+    factors = formats.decode_e8m0(given.factors[pages].reshape(-1, 4)).repeat_interleave(DIM // 4, 1)
+    keys = torch.cat((formats.E2M1, -formats.E2M1))[values.long()] * factors
+    return keys, torch.ones(len(keys), dtype=torch.float64)
 
 
 def scores(given: Given, row: int, gpu: bool) -> Approx:
@@ -145,8 +183,8 @@ def scores(given: Given, row: int, gpu: bool) -> Approx:
     request = row // given.next_n
     length = max(0, given.lengths[request] - given.next_n + 1 + row % given.next_n)
     pages = given.table[request, : -(-length // PAGE)].long()
-    values = formats.decode_e4m3(given.values[pages].reshape(-1, DIM)[:length])
-    scales = given.scales[pages].reshape(-1)[:length].double()
+    values, scales = keys_of(given, pages)
+    values, scales = values[:length], scales[:length]
     q, weights = formats.decode_e4m3(given.q[row]), given.weights[row].double()
     # Products of the unscaled values; a scale is one more rounding, and a negative one turns the sign within the ReLU.
     products = matmul(q, values, Arithmetic(gpu, gpu, 8))

@@ -12,13 +12,12 @@ import torch
 
 import envoi
 from envoi.ops.moe.router.host import supported
-from envoi.ops.moe.router.spec import Rule
+from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, SCORES, Rule
 from tests.fuzz import approx
 from tests.fuzz.approx import Approx, Arithmetic, exact, wrong
 from tests.fuzz.draw import KINDS, Case, Draw, host
 from tests.fuzz.formats import round_to
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-20  # added to the sum that weights are divided by
 U = 2.0**-22
@@ -87,9 +86,8 @@ def drawn_rule(draw: Draw) -> tuple[int, int, Rule]:
     N = groups * size
     kept = draw.random.randint(1, groups)
     k = draw.one((1, min(32, kept * size), draw.random.randint(1, min(32, kept * size))))
-    rule = Rule(
-        draw.one(SCORES), groups, kept, draw.one(("max", "top2_sum")), draw.chance(0.5), draw.one((1.0, 2.5, -1.0))
-    )
+    score, group_score, renormalize = draw.one(SCORES), draw.one(("max", "top2_sum")), draw.chance(0.5)
+    rule = Rule(score, groups, kept, group_score, renormalize and score != "identity", draw.one((1.0, 2.5, -1.0)))
     return N, k, rule
 
 
@@ -125,11 +123,11 @@ def hashed(draw: Draw, M: int, N: int, k: int) -> tuple[torch.Tensor, torch.Tens
     table = torch.stack([draw.uniform(N).argsort()[:k] for _ in range(vocabulary)])
     ids, outside = draw.ints(0, vocabulary - 1, M), False
     if M and draw.chance(0.3):
-        outside = True
         if draw.chance(0.5):
-            ids[draw.random.randrange(M)] = draw.one((-1, vocabulary))
+            ids[draw.random.randrange(M)], outside = draw.one((-1, vocabulary)), True
         else:
-            table[draw.random.randrange(vocabulary), 0] = draw.one((-1, N))
+            expert = draw.one((-1, N))  # -1 is a slot without an expert
+            table[draw.random.randrange(vocabulary), 0], outside = expert, expert == N
     ints = (torch.int32, torch.int64)
     return ids.to(draw.form.one(ints)), table.to(draw.form.one(ints)), outside
 
@@ -147,6 +145,8 @@ def score_of(logits: Approx, rule: Rule) -> Approx:
     """Return the scores [M, N] of finite logits; 0 for others."""
     finite = logits.mid.isfinite()
     x = logits.mid.masked_fill(~finite, 0.0)
+    if rule.score == "identity":
+        return Approx(x, logits.err.masked_fill(~finite, 0.0))
     if rule.score == "softmax":
         top = logits.mid.masked_fill(~finite, -torch.inf).amax(1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
         exps = (x - top).clamp(max=0).exp().masked_fill(~finite, 0.0)
@@ -177,9 +177,8 @@ class Keys:
 def keys_of(given: Given, logits: Approx, score: Approx) -> Keys:
     """Return what experts are ranked by."""
     rule, with_bias = given.rule, given.expert_bias is not None
-    by_logits = rule.score in ("softmax_over_topk", "sigmoid_of_topk")
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
-    key = logits if by_logits or not (with_bias or sums) else score
+    key = logits if rule.score in RANKED_BY_LOGITS or not (with_bias or sums) else score
     bias = torch.zeros(logits.mid.shape[1], dtype=torch.float64) if given.expert_bias is None else given.expert_bias
     if with_bias:
         key = key + exact(bias)
@@ -295,7 +294,7 @@ def weights_of(given: Given, logits: Approx, score: Approx, ids: torch.Tensor) -
         loose = chosen_score.err.masked_fill(masked, 0.0).sum(1, keepdim=True) > total / 4
         mid, err = mid / total, err.masked_fill(loose, torch.inf)
     scale = rule.routed_scale
-    return approx.approx(mid * scale, (err + mid * (8 + ids.shape[1]) * U + approx.TINY) * abs(scale))
+    return approx.approx(mid * scale, (err + mid.abs() * (8 + ids.shape[1]) * U + approx.TINY) * abs(scale))
 
 
 def judge_routing(got: Any, given: Given, wants: dict[str, bool]) -> str:

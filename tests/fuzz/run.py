@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from tests.fuzz import experts, indexer, parallel, products, quantising, routing
+from tests.fuzz import experts, indexer, indexer_blocks, parallel, products, quantising, routing
 from tests.fuzz.draw import Case, Draw
 from tools.in_processes import in_processes
 
@@ -62,6 +62,7 @@ OPERATORS = {
         Operator("route", routing.route, _each),
         Operator("moe", experts.moe, _each),
         Operator("indexer_topk", indexer.indexer_topk, _each),
+        Operator("indexer_blocks", indexer_blocks.indexer_blocks, _each),
         Operator("quantise", quantising.quantise, _each),
         Operator("expert_parallel", parallel.expert_parallel, parallel.run),
         Operator(parallel.RANKS, parallel.expert_parallel, parallel.run, BATCH_OF_RANKS),

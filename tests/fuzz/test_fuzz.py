@@ -8,7 +8,8 @@ from tests.fuzz.draw import Case, Draw
 
 # Cases of each operator that take some seconds together; layers and caches are small.
 COUNTS = {
-    "gemm": 60, "grouped_gemm": 60, "epilogue": 200, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60,
+    "gemm": 60, "grouped_gemm": 60, "epilogue": 200, "route": 60, "moe": 40, "indexer_topk": 30, "indexer_blocks": 30,
+    "quantise": 60,
     "expert_parallel": 12,
 }  # fmt: skip
 GPU_COUNT = 200
@@ -22,7 +23,7 @@ def assert_right(operator: str, seed: int, count: int, sizes: str, device: str) 
 
 @pytest.mark.parametrize("operator", COUNTS)  # on a CPU all ranks have processes
 def test_random_cases(operator):
-    sizes = "small" if operator in (*LAYERS, "indexer_topk") else "medium"
+    sizes = "small" if operator in (*LAYERS, "indexer_topk", "indexer_blocks") else "medium"
     assert_right(operator, 0, COUNTS[operator], sizes, "cpu")
 
 

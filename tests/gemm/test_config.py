@@ -198,7 +198,7 @@ def test_a_tile_of_two_widths_is_a_power_of_two_and_another(config):
      ({"epilogue_columns": 64}, "epilogue_columns: expected a multiple of 1 that divides 160"),
      ({"block_y": 192, "epilogue_columns": 96}, "epilogue_columns: expected one that divides 64"),
      ({"num_store_buffers": 2, "num_stages": 3}, "num_store_buffers: expected one that divides 5 chunks"),
-     ({"block_y": 216}, "block_y: expected a power of two from 8 to 256, or one of (96, 160, 192, 48, 80, "),
+     ({"block_y": 216}, "block_y: expected a power of two from 8 to 256, or one of (96, 160, 192, 80, 112, "),
      ({"rows_per_consumer": 128}, "block_y: expected at most 128 accumulators a thread")],
 )  # fmt: skip
 def test_two_widths_are_refused_where_the_kernel_has_one(change, why):

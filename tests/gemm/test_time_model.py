@@ -5,9 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.shapes import GemmShape, GroupedShape
-from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
+from envoi.epilogues.library import expert_l2
+from envoi.epilogues.lower import lower
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.candidates import default_config
+from envoi.ops.gemm.hopper.config import Problem
+from envoi.ops.gemm.hopper.time_model import COSTS, Costs, expected_tiles, predicted_cycles
 from envoi.tune import problems
 from tools.kernel_cases import NUM_SMS
 from tools.time_models import gemm as program
@@ -64,3 +70,18 @@ def test_the_shipped_constants_choose_well_among_what_was_measured():
     assert len(data) >= 100
     assert mean_regret(data, COSTS) < 1.02
     assert max(regret(measured, COSTS) for measured in data) < 1.2
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2])
+@pytest.mark.parametrize("rows", [3, 6, 8, 12, 16, 20, 24, 32, 40])
+@pytest.mark.parametrize(("N", "K", "experts"), [(5760, 2880, 32), (28672, 4096, 8), (4096, 14336, 8), (7168, 2048, 9)])
+def test_few_rows_of_nearly_every_expert_fit_one_tile(N, K, experts, rows, element_bytes):
+    problem = Problem(rows * experts, N, K, element_bytes, experts)
+    code = lower(expert_l2(False).ir, torch.bfloat16, "gluon", False, False, frozenset())
+    chosen = default_config(tune.rounded(problem), code, NUM_SMS)
+    assert expected_tiles(rows, rows**0.5, 1.0, chosen.block_m) < 1.12, chosen.label()
+
+
+def test_rows_that_fill_their_tiles_by_the_mean_take_wider_ones_than_those_that_never_vary():
+    assert expected_tiles(16, 4.0, 1.0, 16) > 1.4
+    assert expected_tiles(16, 4.0, 1.0, 32) < 1.01

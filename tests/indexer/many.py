@@ -2,14 +2,18 @@
 
 import torch
 
-from envoi.ops.indexer.layout import PAGE_SIZE, unpack_pages
-from tools.oracles.indexer import TENSOR_CORE_BAND
+from envoi.ops.indexer.layout import PAGE_SIZE
+from tools.oracles.indexer import TENSOR_CORE_BAND, keys64
+from tools.oracles.indexer_workloads import random_fp4_cache
 
 NOWHERE = 2**40
 
 
-def random_tensors(requests, most, heads, next_n, source):
-    """Make requests of up to `most` tokens on scattered pages, weights and scales of any sign, on source's device."""
+def random_tensors(requests, most, heads, next_n, source, fp4_spread=None):
+    """Make requests of up to `most` tokens on scattered pages, weights and scales of any sign, on source's device.
+
+    fp4_spread: keys in FP4, as `random_fp4_cache` makes them.
+    """
     device = source.device
 
     def draw(*shape):
@@ -23,16 +27,26 @@ def random_tensors(requests, most, heads, next_n, source):
     rows = requests * next_n
     sign = torch.tensor([1.0, -1.0, 0.0], device=device)[torch.arange(rows, device=device) % 3][:, None]
     normal = draw(rows, heads)
-    cache = torch.empty(num_pages, PAGE_SIZE * 132, dtype=torch.uint8, device=device)
-    cache[:, : PAGE_SIZE * 128] = (2 * draw(num_pages, PAGE_SIZE * 128)).to(torch.float8_e4m3fn).view(torch.uint8)
-    cache[:, PAGE_SIZE * 128 :] = (0.02 * draw(num_pages, PAGE_SIZE)).view(torch.uint8)
+    if fp4_spread is not None:
+        cache = random_fp4_cache(num_pages, str(device), fp4_spread)
+    else:
+        cache = random_fp8_cache(num_pages, draw)
     return (
         (2 * draw(rows, heads, 128)).to(torch.float8_e4m3fn),
-        cache.view(num_pages, PAGE_SIZE, 1, 132),
+        cache,
         torch.where(sign == 0, normal, normal.abs() * sign),
         lengths.int(),
         table.masked_fill(behind, 2**31 - 1),
     )
+
+
+def random_fp8_cache(num_pages, draw):
+    """Make a cache of normal values and scales of any sign."""
+    device = draw(1).device
+    cache = torch.empty(num_pages, PAGE_SIZE * 132, dtype=torch.uint8, device=device)
+    cache[:, : PAGE_SIZE * 128] = (2 * draw(num_pages, PAGE_SIZE * 128)).to(torch.float8_e4m3fn).view(torch.uint8)
+    cache[:, PAGE_SIZE * 128 :] = (0.02 * draw(num_pages, PAGE_SIZE)).view(torch.uint8)
+    return cache.view(num_pages, PAGE_SIZE, 1, 132)
 
 
 def wrong_rows(out, tensors, next_n, relative=TENSOR_CORE_BAND):
@@ -70,11 +84,11 @@ def _chosen(out, slots, seen):
 
 def _scores_and_band(q, cache, weights, pages, tokens, relative):
     """Compute the definition's scores in float64, and the most by which a float32 score may err."""
-    values, scales = unpack_pages(cache, torch.arange(cache.shape[0], device=cache.device))
+    keys = keys64(cache, torch.arange(cache.shape[0], device=cache.device))
     where = pages * PAGE_SIZE + tokens % PAGE_SIZE
     scores, eps = [], []
     for row in range(len(q)):  # one at a time: a row's products are 2 MB
-        k = values[where[row]].double() * scales[where[row]].double()[:, None]
+        k = keys[where[row]]
         x, w = q[row].double(), weights[row].double()[:, None]
         scores.append((torch.relu(x @ k.T) * w).sum(0))
         eps.append(((x.abs() @ k.abs().T) * w.abs()).sum(0) * relative)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from envoi.ops.indexer import fast, indexer_topk, reference
-from envoi.ops.indexer.layout import pack_cache, pages_of
+from envoi.ops.indexer.layout import pack_cache, pages_of, unpack_pages
 from tests.indexer.many import random_tensors, wrong_rows
 from tests.indexer.test_indexer import definition
 from tools.oracles.indexer import TENSOR_CORE_BAND, judge
-from tools.oracles.indexer_workloads import hostile, one, workloads
+from tools.oracles.indexer_workloads import hostile, one, random_fp4_cache, workloads
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +98,59 @@ def test_fast_random(heads, k):
         out = indexer_topk(*tensors, k=k, mode="fast")
         assert_right(out, tensors)
         assert torch.equal(out, indexer_topk(*tensors, k=k, mode="fast"))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 7, 8, 16, 48])
+def test_other_heads_and_k(heads):
+    """Check drawn rows of few heads and of any k, in each order."""
+    source = torch.Generator("cuda").manual_seed(heads)
+    for k in (1, 16, 128, 200, 256, 1000):
+        for next_n, requests, order in ((1, 60, "score"), (2, 24, "any"), (4, 11, "position"), (1, 2, "any")):
+            tensors = random_tensors(requests, 4 * max(k, 700), heads, next_n, source)
+            out, errors = indexer_topk(*tensors, k=k, next_n=next_n, order=order, return_errors=True)
+            wrong = wrong_rows(out, tensors, next_n) | (errors != 0)
+            assert not bool(wrong.any()), f"{int(wrong.sum())} rows, k {k}, next_n {next_n}"
+
+
+@pytest.mark.parametrize("spread", [0, 5, 20, 40, 110])
+@pytest.mark.parametrize("heads", [4, 16, 32, 64])
+def test_keys_in_fp4(heads, spread):
+    source = torch.Generator("cuda").manual_seed(heads + spread)
+    for k in (128, 512, 2048):
+        for next_n, requests, order in ((1, 60, "score"), (2, 24, "any"), (4, 11, "position")):
+            tensors = random_tensors(requests, 4 * k, heads, next_n, source, spread)
+            out, errors = indexer_topk(*tensors, k=k, next_n=next_n, order=order, return_errors=True)
+            wrong = wrong_rows(out, tensors, next_n) | (errors != 0)
+            assert not bool(wrong.any()), f"{int(wrong.sum())} rows, k {k}, next_n {next_n}"
+
+
+def test_keys_in_fp4_have_the_bits_of_other_kernels_where_sums_are_exact(monkeypatch):
+    """Check small whole numbers, whose scores are exact in any order, against the portable kernel and the reference."""
+    q, cache, weights, seq_lens, table = on_gpu(one((3000, 700, 65), num_heads=32).tensors())
+    q, weights = q.float().sign().to(torch.float8_e4m3fn), weights.round()
+    cache = random_fp4_cache(len(cache), "cuda", 1)
+    p = fast.Problem(q, cache, weights, seq_lens, table, 512, 1)
+    space = fast.workspace(p)
+    fast.score(p, space, 0, 3)
+    own = space.logits.clone()
+    monkeypatch.setattr(fast, "implementation", lambda device: "triton")
+    fast.score(p, space, 0, 3)
+    for row, n in enumerate((3000, 700, 65)):
+        values, scales = unpack_pages(cache, table[row, : pages_of(n)])
+        want = reference.score_fast(q[row].cpu(), values[:n].cpu(), scales[:n].cpu(), weights[row].cpu())
+        assert torch.equal(own[row, :n].cpu(), want)
+        assert torch.equal(space.logits[row, :n].cpu(), want)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(("next_n", "lengths"), [(4, (5000, 3, 0, 40000)), (601, (601, 5000, 5)), (1024, (9000,))])
+def test_rows_of_keys_in_fp4_share_tiles(next_n, lengths, heads):
+    _, cache, _, seq_lens, table = on_gpu(one(lengths, num_heads=heads).tensors())
+    source = torch.Generator("cuda").manual_seed(next_n)
+    rows = len(lengths) * next_n
+    q = (2 * torch.randn(rows, heads, 128, generator=source, device="cuda")).to(torch.float8_e4m3fn)
+    weights = torch.randn(rows, heads, generator=source, device="cuda")
+    assert_as_single_rows((q, random_fp4_cache(len(cache), "cuda"), weights, seq_lens, table), 512, next_n)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -7,18 +7,21 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.ops.indexer import fast, indexer_topk
+from envoi.ops.indexer import fast, indexer_topk, kernel_fp4
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
 from envoi.ops.indexer.reference import best, score_fast
+from envoi.quant.bits import e2m1_decode
 from envoi.runtime.launch import key_of
 from tests.helpers.accuracy import assert_same_bits
 from tests.indexer.many import random_tensors, wrong_rows
 from tools.kernel_cases.indexer import call_of_fast
 from tools.kernel_cases.planning import launches_of
-from tools.oracles.indexer import TENSOR_CORE_BAND, judge, scores64
-from tools.oracles.indexer_workloads import NUM_PAGES, hostile, one, random_cache, workloads
+from tools.oracles.indexer import TENSOR_CORE_BAND, judge, keys64, scores64
+from tools.oracles.indexer_workloads import NUM_PAGES, hostile, one, random_cache, random_fp4_cache, workloads
 
 HOSTILE = hostile()
+HEADS = (1, 4, 7, 8, 16, 32, 48, 64)
+KS = (1, 16, 128, 200, 256, 512, 1024, 2048)
 
 
 def verdicts(out, tensors, next_n=1):
@@ -46,6 +49,53 @@ def test_pages_hold_all_values_and_then_all_scales():
     assert not torch.equal(a_token, values.view(torch.uint8)[0, 1])
 
 
+def test_pages_in_fp4_hold_all_values_and_then_all_factors():
+    source = torch.Generator().manual_seed(0)
+    values, factors = (torch.randint(0, 255, (3, PAGE_SIZE, n), dtype=torch.uint8, generator=source) for n in (64, 4))
+    cache = pack_cache(values, factors.view(torch.float8_e8m0fnu))
+    assert (cache.shape, cache.dtype) == ((3, 64, 1, 68), torch.int8)
+    raw = cache.view(torch.uint8).view(3, 64 * 68)
+    assert raw[1, 5 * 64 + 7] == values[1, 5, 7]
+    assert raw[2, 64 * 64 + 4 * 9 + 3] == factors[2, 9, 3]
+    pages = torch.tensor([2, 0])
+    back, ones = unpack_pages(cache, pages)
+    assert back.dtype == torch.float32 and bool((ones == 1).all())
+    keys = keys64(cache, pages)  # by other arithmetic
+    assert_same_bits(back, keys.float())
+    low, high, factor = values[2, 5, 20] % 16, values[2, 5, 20] // 16, 2.0 ** (int(factors[2, 5, 1]) - 127)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert keys[5, 40:42].abs().tolist() == [magnitudes[code % 8] * factor for code in (int(low), int(high))]
+
+
+def test_operands_of_keys_in_fp4():
+    """Check the parts of the widening on Hopper that are arithmetic: the values' order, and the tables of E5M2."""
+    columns = kernel_fp4.value_of.fn(torch.arange(128)).value
+    assert columns.sort().values.tolist() == list(range(128))
+    assert columns[:4].tolist() == [0, 1, 2, 3] and columns[4:8].tolist() == [32, 33, 34, 35]
+    magnitudes = e2m1_decode(torch.arange(8, dtype=torch.uint8)).double()
+    for index in range(27):
+        words = torch.tensor(kernel_fp4.tables_of.fn(index), dtype=torch.int32)
+        numbers = words.view(torch.uint8).view(torch.float8_e5m2).double()
+        assert numbers.tolist() == (magnitudes * 2.0 ** (index - 13)).tolist()
+
+
+@pytest.mark.parametrize("spread", [0, 5, 110])
+@pytest.mark.parametrize(("heads", "k"), [(32, 512), (4, 128), (64, 1000)])
+def test_keys_in_fp4_are_judged_right(heads, k, spread):
+    q, cache, weights, seq_lens, table = one((1500, 0, 65, 3), num_heads=heads).tensors()
+    tensors = q, random_fp4_cache(len(cache), spread=spread), weights, seq_lens, table
+    for order in ("score", "any", "position"):
+        assert all(verdicts(indexer_topk(*tensors, k=k, order=order), tensors))
+
+
+def test_a_factor_that_is_nan_never_wins():
+    q, cache, weights, seq_lens, table = one((300,), num_heads=32).tensors()
+    cache = random_fp4_cache(len(cache)).clone()
+    cache.view(torch.uint8).view(-1, 64 * 68)[:, 4096 + 4 * 7 + 2] = 255  # token 7 of each page
+    out = indexer_topk(q, cache, weights, seq_lens, table, 300 - 5, output="positions")
+    assert not set(out[0].tolist()) & {7, 71, 135, 199, 263}
+
+
 def definition(q, k_cache, weights, seq_lens, block_table, k):
     """Compute the published definition, one request after the other."""
     raw = k_cache.view(torch.uint8).flatten(1)
@@ -68,6 +118,12 @@ def test_exact_mode_has_the_bits_and_the_order_of_the_definition(name):
     assert_same_bits(indexer_topk(*HOSTILE[name], mode="exact"), definition(*HOSTILE[name], 2048))
 
 
+@pytest.mark.parametrize(("heads", "k"), [(1, 16), (4, 128), (16, 2048), (48, 1000), (64, 1)])
+def test_exact_mode_is_the_definition_for_any_heads_and_k(heads, k):
+    tensors = one((2500, 64, 0, 33), num_heads=heads).tensors()
+    assert_same_bits(indexer_topk(*tensors, k=k, mode="exact"), definition(*tensors, k))
+
+
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_inputs_are_judged_right(name, mode):
@@ -79,7 +135,7 @@ def test_hostile_inputs_are_judged_right(name, mode):
 def test_random_workloads_are_judged_right(seed):
     draw = random.Random(seed)
     lengths = [draw.choice((0, 1, draw.randint(2, 1500))) for _ in range(seed % 5)]
-    k, heads, mode = draw.choice((512, 1024, 2048)), draw.choice((32, 64)), draw.choice(("exact", "fast"))
+    k, heads, mode = draw.choice(KS), draw.choice(HEADS), draw.choice(("exact", "fast"))
     tensors = one(tuple(lengths), seed, heads).tensors()
     out = indexer_topk(*tensors, k=k, mode=mode)
     assert out.shape == (len(lengths), k)
@@ -104,7 +160,7 @@ def test_nan_scores_never_beat_numbers():
 def test_fast_mode_moves_scales_of_any_sign_out():
     values, scales = torch.randn(50, 128).to(torch.float8_e4m3fn), torch.randn(50)
     q, weights = torch.randn(64, 128).to(torch.float8_e4m3fn), torch.randn(64)
-    want = scores64(q, values, scales, weights)
+    want = scores64(q, values.double() * scales.double()[:, None], weights)
     torch.testing.assert_close(score_fast(q, values, scales, weights).double(), want, rtol=1e-4, atol=1e-3)
 
 
@@ -229,6 +285,7 @@ def test_operator_is_well_formed_and_compiles():
 
 
 Q, CACHE, WEIGHTS, LENGTHS, TABLE = one((100, 30)).tensors()
+FP4_CACHE = random_fp4_cache(len(CACHE))
 
 
 def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.Tensor:
@@ -241,17 +298,19 @@ def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.
     ("message", "changes"),
     [
         ("q: expected float8_e4m3fn .B . next_n, H, 128., got bfloat16", {"q": Q.bfloat16()}),
-        ("q.shape.1.: expected H = 32 or 64 heads, got 16", {"q": Q[:, :16], "weights": WEIGHTS[:, :16]}),
-        ("q.shape.1.: expected H = 32 or 64 heads, got 4", {"q": Q[:, :4], "weights": WEIGHTS[:, :4]}),
+        ("q.shape.1.: expected H from 1 to 64 heads, got 128", {"q": Q.repeat(1, 2, 1), "weights": WEIGHTS}),
+        ("q.shape.1.: expected H from 1 to 64 heads, got 0", {"q": Q[:, :0], "weights": WEIGHTS[:, :0]}),
         ("q.shape.0.: expected a multiple of next_n = 3, got 2", {"next_n": 3}),
         ("next_n: expected an int of at least 1, got 0", {"next_n": 0}),
-        ("k: expected one of 512, 1024, 2048, got 100", {"k": 100}),
-        ("k: expected one of 512, 1024, 2048, got 128", {"k": 128}),
-        ("k: expected one of 512, 1024, 2048, got 512.0", {"k": 512.0}),
+        ("k: expected an int from 1 to 2048, got 0", {"k": 0}),
+        ("k: expected an int from 1 to 2048, got 2049", {"k": 2049}),
+        ("k: expected an int from 1 to 2048, got 512.0", {"k": 512.0}),
+        ("k: expected an int from 1 to 2048, got True", {"k": True}),
         ("ordered: expected True or False, got str 'no'", {"ordered": "no"}),
         ("return_errors: expected True or False, got int 1", {"return_errors": 1}),
         ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE.view(-1, 32, 1, 132)}),
-        ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE[..., :68].contiguous()}),
+        ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE[..., :67].contiguous()}),
+        ("mode: expected 'fast' with keys in FP4, .*, got 'exact'", {"k_cache": FP4_CACHE, "mode": "exact"}),
         ("k_cache: expected int8 or uint8 .*, got float32", {"k_cache": CACHE.float()}),
         ("k_cache: expected a contiguous tensor", {"k_cache": CACHE.transpose(0, 1).contiguous().transpose(0, 1)}),
         ("weights: expected float32 .2, 64., got bfloat16", {"weights": WEIGHTS.bfloat16()}),

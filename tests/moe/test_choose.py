@@ -40,7 +40,7 @@ TRITON = hopper("triton")
 
 # Slots of all tokens, one a token, of 32 experts of 4096 x 2048.
 BOUNDARIES = [
-    ("bf16", 4 * 32, DECODE), ("bf16", 4 * 32 + 1, PLAIN), ("fp8_row", 1, PLAIN),
+    ("bf16", 84, DECODE), ("bf16", 85, PLAIN), ("fp8_row", 1, PLAIN),  # 29.8 experts are used, of 50 MB each
     ("fp8_block128", 32, DECODE), ("fp8_block128", 32 + 1, ONE_LAUNCH),
     ("fp8_block128", 256 * 32, ONE_LAUNCH), ("fp8_block128", 256 * 32 + 1, hopper("hopper", in_pairs=True)),
     ("fp8_block128", 768 * 32 - 1, hopper("hopper", in_pairs=True)), ("fp8_block128", 768 * 32, ONE_LAUNCH),
@@ -54,6 +54,14 @@ BOUNDARIES = [
 def test_both_sides_of_a_boundary(format, slots, want):
     with standing_for(HOPPER):
         assert choose_layer(experts(format), slots, 1) == want
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((2048, 1024, 64), 4 * 64), ((2880, 2880, 32), 4 * 32), ((4096, 512, 64), 4 * 64)]
+)
+def test_few_tokens_in_bf16_up_to_four_rows_an_expert(sizes, most):
+    with standing_for(HOPPER):
+        assert [choose_layer(experts("bf16", sizes), slots, 1) for slots in (most, most + 1)] == [DECODE, PLAIN]
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4"])

@@ -1,5 +1,6 @@
 """Experts on a GPU: each step's bits, the path against the reference on a CPU, no waiting, graphs, the code."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -131,6 +132,24 @@ def test_many_experts(experts, k, format):
     assert_right(make(tokens=100, experts=experts, k=k, hidden=128, intermediate=128), format)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128"])
+def test_layers_that_follow_each_other_have_the_bits_of_layers_apart(format):
+    layers = [on_gpu(make(tokens=96, experts=8, k=4, hidden=1024, intermediate=512, seed=seed)) for seed in range(3)]
+    packed = [layer.pack(format) for layer in layers]
+
+    def chained(apart: bool) -> torch.Tensor:
+        tokens = layers[0].tokens
+        for i in range(24):
+            tokens = moe(tokens, layers[i % 3].routing, packed[(i + 1) % 3])
+            if apart:
+                torch.cuda.synchronize()
+            if i % 2:
+                tokens = 64 * tokens
+        return tokens
+
+    assert_same_bits(chained(False), chained(True))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_bad_tokens_spoil_no_others(format):
     layer = on_gpu(make(tokens=200, masked=0.0))
@@ -163,6 +182,9 @@ def test_nothing_waits_and_a_graph_serves_other_routings(format):
     assert_a_graph_serves(given, packed, layers, want)
 
 
+AROUND_GEMMS = [c for c in cases.KERNELS if "sm_90" in c.arches and not re.search("both-gemms|l1", c.name)]
+
+
 @cache
 def launched() -> dict[str, str]:
     """Launch the kernels around the GEMMs on sizes for which they are compiled as the registry's: {hash: PTX}."""
@@ -182,7 +204,7 @@ def launched() -> dict[str, str]:
 
 
 @pytest.mark.gpu(arch="sm_90")
-@pytest.mark.parametrize("case", [c for c in cases.KERNELS if "both-gemms" not in c.name], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", AROUND_GEMMS, ids=lambda case: case.name)
 def test_what_runs_is_what_was_counted(case):
     assert_same_code(case.name, case.launch(), launched())
 

@@ -41,7 +41,7 @@ from tests.promises.subjects import MAKERS, subject
 from tools.machine_code import ptx
 from tools.machine_code.disassemble import disassemble
 from tools.machine_code.role_table import role_table
-from tools.oracles.indexer_workloads import one
+from tools.oracles.indexer_workloads import one, random_fp4_cache
 
 DEVICE = torch.device("cuda")
 OF_TORCH = "fp32"  # products that torch makes, as it does what quantises tokens: no kernel here
@@ -143,6 +143,15 @@ def hostile_indexer() -> bool:
             right &= errors.tolist() == WANT
         _, errors = envoi.indexer_topk(q, cache[:0], weights, seq_lens, table, k=512, mode="fast", return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
         right &= errors.tolist() == WANT_OF_NO_PAGES
+        fp4 = random_fp4_cache(len(cache), "cuda")
+        _, errors = envoi.indexer_topk(q, fp4, weights, seq_lens, table, k=512, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+        right &= errors.tolist() == WANT
+        blocks, errors = envoi.indexer_blocks(q, fp4, weights, seq_lens, table, 16, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+        right &= errors.tolist() == WANT
+        blocks[:, 3] = 2**31 - 1  # a block that no row has
+        tensors = q, cache, weights, seq_lens, table, blocks
+        _, errors = envoi.indexer_topk_in_blocks(*tensors, 512, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+        right &= errors.tolist() == WANT
         for row in range(len(LENGTHS)):
             only = slice(row, row + 1)
             given = q[only], cache, weights[only], seq_lens[only].clone(), table[only]

@@ -15,10 +15,11 @@ from envoi.epilogues.activation import written
 from envoi.epilogues.library import linear, store, swiglu, swiglu_fp8
 from envoi.ops.gemm import grouped_gemm
 from envoi.quant import FORMATS, quantize
+from envoi.router import Rule
 from envoi.types import QuantTensor
 from tests.moe.layers import Layer, make
 from tests.moe.own import reglu
-from tools.oracles.indexer_workloads import one
+from tools.oracles.indexer_workloads import one, random_fp4_cache
 
 
 @epilogue
@@ -104,6 +105,9 @@ def route_cases(M: int, N: int, hidden: int, k: int) -> dict[str, Case]:
         "route-all": Case(
             envoi.route, lambda i: arguments(i, return_logits=True, return_dense=True, return_counts=True)
         ),
+        "route-logits-fp16": Case(
+            envoi.route, lambda i: arguments(i, rule=Rule("identity", renormalize=False), weights_dtype=torch.float16)
+        ),
         "route-hashed": Case(
             envoi.route,
             lambda i: arguments(i, token_ids=((torch.arange(M) + i) % 40).to(torch.int32), hash_table=table),
@@ -153,8 +157,13 @@ def indexer_cases(length: int) -> dict[str, Case]:
         tensors[3][0] -= 100 * i
         return tensors, {"k": 512, "mode": "fast", **named}
 
+    def in_fp4(i: int) -> tuple[tuple, dict]:
+        (q, cache, *rest), named = arguments(i)
+        return (q, random_fp4_cache(len(cache)), *rest), named
+
     return {
         "indexer": Case(envoi.indexer_topk, arguments),
+        "indexer-fp4": Case(envoi.indexer_topk, in_fp4),
         "indexer-positions": Case(
             envoi.indexer_topk, lambda i: arguments(i, output="positions", order="any", return_errors=True)
         ),

@@ -106,6 +106,8 @@ CASES = (
     Case("narrowed-alone", "store", 150, 7168, 8192),
     Case("narrowed-fp8-row", "store", 1591, 2048, 4096, "fp8_row"),
     Case("narrowed-residual", "gelu_residual", 520, 4096, 2048),
+    Case("narrowed-features", "store", 256, 5120, 5120),
+    Case("narrowed-features-alone", "scale_bias_relu", 126, 11264, 2048),
     Case("rows-192", "swiglu", 151, 14336, 6144),
     Case("two-widths", "swiglu", 862, 2880, 4096),
     Case("two-widths-in-turns", "swiglu", 150, 7168, 8192),

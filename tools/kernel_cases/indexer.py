@@ -16,18 +16,29 @@ FP32, INT32 = torch.float32, torch.int32
 LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem(width: int, next_n: int = 1, heads: int = HEADS) -> fast.Problem:
+def _problem(width: int, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132) -> fast.Problem:
     return fast.Problem(
-        without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, 132), torch.int8),
-        without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), K,
+        without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, key), torch.int8),
+        without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), k,
         next_n,
     )  # fmt: skip
 
 
-def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS) -> Any:
-    """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages."""
-    p = _problem(width, next_n, heads)
+def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132) -> Any:
+    """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages. key: bytes of a key."""
+    p = _problem(width, next_n, heads, k, key)
     return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", next_n, order=order)
+
+
+def _blocks() -> Any:
+    p = _problem(LONG, heads=32, key=68)
+    return envoi.indexer_blocks(p.q, p.k_cache, p.weights, p.seq_lens, p.table, 2048)
+
+
+def _in_blocks() -> Any:
+    p = _problem(LONG, heads=32, key=68)
+    blocks = without_memory((1, 2048), INT32)
+    return envoi.indexer_topk_in_blocks(p.q, p.k_cache, p.weights, p.seq_lens, p.table, blocks, order="any")
 
 
 def _exact(width: int) -> Any:
@@ -44,10 +55,26 @@ KERNELS = (
         for name, about, call in (
             ("4-rows", "the same, four rows of a request at a time", partial(SET, next_n=2048)),
             ("4-rows-32-heads", "the same, of 32 heads", partial(SET, next_n=2048, heads=32)),
+            ("4-heads", "scores of 4 heads, as many as half of the products' width", partial(SET, heads=4)),
+            ("16-heads", "scores of 16 heads", partial(SET, heads=16)),
+            ("4-rows-16-heads", "the same, four rows of a request at a time", partial(SET, next_n=2048, heads=16)),
+            ("fp4", "scores of keys in FP4", partial(SET, heads=32, key=68)),
+            ("fp4-64-heads", "the same, of 64 heads", partial(SET, key=68)),
+            ("fp4-4-rows", "scores of keys in FP4, four rows of a request at a time",
+             partial(SET, next_n=2048, heads=32, key=68)),
+            ("fp4-4-rows-64-heads", "the same, of 64 heads", partial(SET, next_n=2048, key=68)),
             ("4-rows-listed", "the same, before candidates are listed", partial(BEST, next_n=2048)),
         )
     ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),
+    case_of(
+        "indexer-scores-fp4", "the same, of keys in FP4, as bf16", EVERY_ARCH, partial(SET, heads=32, key=68),
+        "scores_kernel", arch=BLACKWELL[0],
+    ),
+    case_of(
+        "indexer-scores-4-heads", "the same, of 4 heads", EVERY_ARCH, partial(SET, heads=4), "scores_kernel",
+        arch=BLACKWELL[0],
+    ),
     case_of(
         "indexer-select", "the k best by position, by radix; launched before the scores' kernel ends", HOPPER, SET,
         "select_kernel",
@@ -59,6 +86,24 @@ KERNELS = (
     case_of(
         "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER,
         partial(call_of_fast, "position", 256), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-128", "the 128 best by position", HOPPER, partial(SET, k=128), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,
+        partial(SET, k=1000), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-of-blocks", "the 2048 best blocks, the newest among them", EVERY_ARCH, _blocks, "select_kernel",
+    ),
+    *(
+        case_of(f"indexer-{name}", about, EVERY_ARCH, call, kernel)
+        for name, about, call, kernel in (
+            ("pool", "the best scores of blocks of tokens", _blocks, "pool_kernel"),
+            ("gather", "the scores of the tokens of some blocks", _in_blocks, "gather_kernel"),
+            ("place", "slots of tokens that were chosen in blocks", _in_blocks, "place_kernel"),
+        )
     ),
     case_of(
         "indexer-select-best-first", "the k best, best first", HOPPER, partial(call_of_fast, "score", SHORT),

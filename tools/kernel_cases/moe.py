@@ -24,9 +24,10 @@ KERNELS = tuple(
         ("gather-fp8-block128", "quantised with a scale per 1x128", EVERY_ARCH, _layer("fp8_block128"), "gather"),
         ("gather-mxfp8", "quantised to MXFP8", EVERY_ARCH, _layer("mxfp8"), "gather"),
         ("quantize-fp8-row", "L1's rows, with a scale a row", EVERY_ARCH, _layer("fp8_row"), "quantize"),
-        ("quantize-fp8-block128", "with a scale per 1x128", EVERY_ARCH, PORTABLE, "quantize"),
+        ("quantize-fp8-block128", "with a scale per 1x128", BLACKWELL, PORTABLE, "quantize"),
         ("combine", "sums of the rows of each token's slots", EVERY_ARCH, _layer("bf16"), "combine"),
         ("both-gemms", "L1 and L2 in one launch, in fp8_block128", HOPPER, _layer("fp8_block128", M // 2), "fused"),
+        ("l1-few", "L1 that asks for weights before its rows are there", HOPPER, _layer("bf16", M // 64), "gemm"),
         ("both-gemms-few", "with 48 rows an expert", HOPPER, _layer("fp8_block128", M // 8), "fused"),
     )
 )

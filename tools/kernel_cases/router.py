@@ -26,8 +26,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Case:
     """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
-    rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up.
-    everything: return all extra outputs.
+    rule: a model's name, "softmax" or "identity". kernel: "sm90" or "triton". hashed: experts are looked up.
+    everything: return all extra outputs. weights: dtype of the weights. kernel_name: which of the call's launches.
     """
 
     name: str
@@ -40,6 +40,8 @@ class Case:
     kernel: str = "sm90"
     hashed: bool = False
     everything: bool = False
+    weights: str = "fp32"
+    kernel_name: str = "router_kernel"
 
     @property
     def title(self) -> str:
@@ -48,6 +50,7 @@ class Case:
 
     def __str__(self) -> str:
         rest = ", looked up" * self.hashed + ", all outputs" * self.everything
+        rest += f", {self.weights} weights" * (self.weights != "fp32")
         return f"top {self.k} of {self.N} experts by {self.rule}, [{self.M}, {self.hidden}] in {self.dtype}{rest}"
 
 
@@ -59,6 +62,11 @@ CASES = (
     Case("two-roles", 4096, 128, 2048, 4, "softmax", "fp16"),
     Case("prefill", 16384, 256, 7168, 8, "deepseek-v3"),
     Case("many-experts", 2048, 512, 4096, 10, "softmax"),
+    Case("products", 12000, 288, 4096, 8, "glm-5.3-flash"),
+    Case("choice", 2048, 512, 4096, 10, "softmax", kernel_name="choice_kernel"),
+    Case("choice-most", 8192, 896, 7168, 16, "kimi-k3", kernel_name="choice_kernel"),
+    Case("choice-groups", 1794, 160, 5120, 6, "deepseek-v2", everything=True, kernel_name="choice_kernel"),
+    Case("choice-hashed", 2400, 256, 4096, 6, "deepseek-v4-flash", hashed=True, kernel_name="choice_kernel"),
     Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
     Case("turns", 15932, 512, 2048, 10, "qwen3-next"),
     Case("two-widths", 15082, 160, 6144, 8, "qwen3-coder-480b", "fp16"),
@@ -67,6 +75,7 @@ CASES = (
     Case("two-widths-most", 8192, 384, 7168, 8, "kimi-k2"),
     Case("everything", 4096, 256, 7168, 8, "deepseek-v3", everything=True),
     Case("hashed", 64, 256, 4096, 6, "deepseek-v4-flash", hashed=True),
+    Case("logits-as-weights", 4096, 128, 2048, 4, "identity", "fp16", weights="fp16"),
     Case("", 4096, 256, 7168, 8, "deepseek-v3", kernel="triton"),
     Case("fp32", 4096, 256, 7168, 8, "deepseek-v3", "fp32", kernel="triton"),
     Case("few-experts", 512, 8, 128, 4, "softmax", "fp16", kernel="triton"),
@@ -103,14 +112,14 @@ def call_of(case: Case, make: Make = without_memory) -> host.Call:
     spec = host.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
     return host.Call(
         given.tokens, given.gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, given.token_ids,
-        given.hash_table,
+        given.hash_table, DTYPES[case.weights],
     )  # fmt: skip
 
 
 def rule_of(name: str) -> tuple[Rule, tuple[bool, bool]]:
     """Return a model's rule, and whether it has an expert_bias and a logit_bias; "softmax" is the default rule."""
-    if name == "softmax":
-        return Rule(), (False, False)
+    if name in ("softmax", "identity"):
+        return Rule(name, renormalize=name == "softmax"), (False, False)
     chosen = preset(name)
     return chosen.rule, (chosen.has_expert_bias, chosen.has_logit_bias)
 
@@ -123,9 +132,9 @@ def launch_of(case: Case) -> Launch:
     call = partial(
         envoi.route, given.tokens, given.gate, case.k, rule=rule, expert_bias=given.expert_bias,
         token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted, return_dense=wanted,
-        return_counts=wanted,
+        return_counts=wanted, weights_dtype=DTYPES[case.weights],
     )  # fmt: skip
-    return launch_of_call(call, "router_kernel", arch=arch)
+    return launch_of_call(call, case.kernel_name, arch=arch)
 
 
 def kernel_case(case: Case) -> KernelCase:

@@ -89,6 +89,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("w4a8-few-", {"tensor core": "QGMMA"}),
     ("w4a8-permute", {}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
+    ("router-sm90-choice", {}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
     ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),
@@ -148,8 +149,10 @@ def needs_of(name: str, arch: str) -> dict[str, str]:
         return {"tensor core": BLOCK_SCALED_CORE}
     if name.startswith("gemm-triton"):
         return {"tensor core": "HGMMA" if arch == "sm_90" else BLACKWELL_CORE}
-    if name == "indexer-scores":
+    if name in ("indexer-scores", "indexer-scores-4-heads"):
         return {"tensor core": "QGMMA" if arch == "sm_90" else BLACKWELL_CORE}
+    if name == "indexer-scores-fp4":
+        return {"tensor core": "HGMMA" if arch == "sm_90" else BLACKWELL_CORE}
     return next((needs for start, needs in NEEDS if name.startswith(start)), {})
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.ops.indexer.layout import PAGE_SIZE, unpack_pages
+from envoi.ops.indexer.layout import PAGE_SIZE, is_fp4, unpack_pages
 
 # float32 sums of 128 products and of H heads, each with a few roundings; see `band`.
 RELATIVE_BAND = 64 * 2.0**-24
@@ -23,18 +23,28 @@ class Verdict:
         return not self.problem
 
 
-def scores64(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the definition's scores [L] in float64."""
-    k = values.double() * scales.double().unsqueeze(1)
-    return (torch.relu(q.double() @ k.T) * weights.double().unsqueeze(1)).sum(dim=0)
+def keys64(k_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Return the keys of pages, by ids [n], in float64 [n * 64, 128]; of FP4 by arithmetic of their bits."""
+    if not is_fp4(k_cache):
+        values, scales = unpack_pages(k_cache, pages)
+        return values.double() * scales.double().unsqueeze(1)
+    raw = k_cache.view(torch.uint8).flatten(1)[pages.long()].long()
+    values, factors = raw[:, : PAGE_SIZE * 64].reshape(-1, 64), raw[:, PAGE_SIZE * 64 :].reshape(-1, 4)
+    codes = torch.stack((values % 16, values // 16), 2).flatten(1)
+    exponent, mantissa = codes % 8 // 2, codes % 2
+    magnitude = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1)).double()
+    powers = torch.where(factors == 255, torch.nan, 2.0 ** (factors - 127).double())
+    return magnitude * (1 - 2 * (codes // 8)) * powers.repeat_interleave(32, 1)
 
 
-def band(
-    q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, relative: float = RELATIVE_BAND
-) -> torch.Tensor:
+def scores64(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Compute the definition's scores [L] in float64. keys: [L, 128] float64."""
+    return (torch.relu(q.double() @ keys.T) * weights.double().unsqueeze(1)).sum(dim=0)
+
+
+def band(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, relative: float = RELATIVE_BAND) -> torch.Tensor:
     """Return the most [L] by which a float32 score may err: proportional to the sum of all its terms' magnitudes."""
-    k = values.double().abs() * scales.double().abs().unsqueeze(1)
-    magnitude = ((q.double().abs() @ k.T) * weights.double().abs().unsqueeze(1)).sum(dim=0)
+    magnitude = ((q.double().abs() @ keys.abs().T) * weights.double().abs().unsqueeze(1)).sum(dim=0)
     return magnitude * relative
 
 
@@ -65,9 +75,8 @@ def judge(
 
 
 def _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length: int, want: int, relative) -> Verdict:
-    values, scales = unpack_pages(k_cache, pages)
-    scores = scores64(q, values[:length], scales[:length], weights)
-    eps = band(q, values[:length], scales[:length], weights, relative)
+    keys = keys64(k_cache, pages)[:length]
+    scores, eps = scores64(q, keys, weights), band(q, keys, weights, relative)
     threshold = scores.topk(want).values[-1]
     # The threshold's own token is uncertain too, so the band is doubled.
     width = eps + eps[scores == threshold].max()

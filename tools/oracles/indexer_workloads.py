@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE, pack_cache, pages_of
+from envoi.ops.indexer.layout import FP4_GROUP, HEAD_DIM, PAGE_SIZE, pack_cache, pages_of
 
 NUM_PAGES = 11923
 MAX_LENGTH = 5806
@@ -54,6 +54,20 @@ def one(lengths: tuple[int, ...], seed: int = 0, num_heads: int = 64) -> Workloa
     """Make a workload of these lengths on scattered pages, in a cache no larger than it needs."""
     num_pages = max(1, sum(map(pages_of, lengths)))
     return Workload(lengths, (True,) * len(lengths), seed, num_pages, num_heads)
+
+
+@lru_cache(maxsize=4)
+def random_fp4_cache(num_pages: int, device: str = "cpu", spread: int = 5) -> torch.Tensor:
+    """Make a cache [num_pages, 64, 1, 68] of keys in FP4, factors of a key at most 2^spread apart, one in 16 zero."""
+    source = torch.Generator(device).manual_seed(num_pages)
+    groups = num_pages, PAGE_SIZE, HEAD_DIM // FP4_GROUP
+
+    def ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=source, device=device)
+
+    values = ints(0, 256, *groups, FP4_GROUP // 2).masked_fill(ints(0, 16, *groups, 1) == 0, 0).flatten(2)
+    factors = ints(118, 122, num_pages, PAGE_SIZE, 1) - ints(0, spread + 1, *groups)
+    return pack_cache(values, factors.view(torch.float8_e8m0fnu))
 
 
 @lru_cache(maxsize=2)

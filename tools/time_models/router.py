@@ -13,8 +13,8 @@ from bench.shapes import Options, RouterShape
 from bench.suites import cases
 from bench.suites import router as suite
 from bench.timing import Clock, Run
-from envoi.ops.moe.router import host, kernel_hopper
-from envoi.ops.moe.router.choose_tiling import COSTS, Costs, candidates, predicted_cycles, tiled_rows
+from envoi.ops.moe.router import host
+from envoi.ops.moe.router.choose_tiling import COSTS, Costs, apart_candidates, candidates, predicted_cycles, tiled_rows
 from envoi.ops.moe.router.spec import Spec
 from envoi.ops.moe.router.tiling import RouterTiling
 from envoi.runtime.devices import H200, Target, num_sms
@@ -24,7 +24,6 @@ from envoi.runtime.program import Launch, without_memory
 from tools.kernel_cases.router import rule_of
 from tools.time_models.fit import Measured, Model, keep, line_of, lines_of, parse
 
-KERNEL: Any = kernel_hopper.router_kernel
 WITHIN = 2.0  # tilings at random are predicted to take at most so many times as long as the best
 MODEL = Model(COSTS, absolute=0.1)  # launches of different sizes are added up
 
@@ -86,7 +85,9 @@ def tilings_of(shape: RouterShape, sms: int, count: int, seed: int) -> list[Rout
     """Return two thirds of `count` by the model, most promising first, the rest at random of those not far behind."""
     rows, spec = tiled_rows(shape.m), _spec_of(shape)
     cycles = {
-        tiling: predicted_cycles(rows, shape.k, spec, tiling, sms) for tiling in candidates(rows, shape.k, spec, sms)
+        tiling: predicted_cycles(rows, shape.k, spec, tiling, sms)
+        for find in (candidates, apart_candidates)
+        for tiling in find(rows, shape.k, spec, sms)
     }
     ranked = sorted(cycles, key=lambda tiling: cycles[tiling])
     by_model = ranked[: count - count // 3]
@@ -96,7 +97,7 @@ def tilings_of(shape: RouterShape, sms: int, count: int, seed: int) -> list[Rout
 
 
 def _launches_of(call: host.Call, outputs: dict[str, Any], tiling: RouterTiling, sms: int) -> list[Launch]:
-    return [Launch(KERNEL, *given) for given in host.hopper_launches(call, outputs, sms, tiling)]
+    return [Launch(*given) for given in host.hopper_launches(call, outputs, sms, tiling)]
 
 
 @dataclass(frozen=True)

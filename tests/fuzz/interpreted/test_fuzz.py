@@ -8,7 +8,8 @@ from tests.fuzz import run
 from tests.fuzz.test_fuzz import assert_right
 
 COUNTS = {
-    "gemm": 12, "grouped_gemm": 12, "epilogue": 40, "route": 8, "moe": 4, "indexer_topk": 3, "quantise": 12,
+    "gemm": 12, "grouped_gemm": 12, "epilogue": 40, "route": 8, "moe": 4, "indexer_topk": 3, "indexer_blocks": 2,
+    "quantise": 12,
     "expert_parallel": 3, "expert_parallel_ranks": 1,
 }  # fmt: skip
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from envoi.ops.indexer import exact, fast, reference
+from envoi.ops.indexer import UncertifiedWarning, certificate, exact, fast, indexer_topk, reference
 from envoi.ops.indexer.certificate import NUM_ORDERS, SHARED
 from envoi.ops.indexer.layout import pages_of, unpack_pages
 from tests.helpers.slow import mostly_slow
+from tests.indexer.test_indexer import definition
 from tools.oracles.indexer_workloads import one
 
 LENGTHS = (300, 2, 65)
@@ -45,3 +46,12 @@ def test_selection(slots, by_score):
             want = tensors[4][row][want // 64].long() * 64 + want % 64
         assert out[row, : len(want)].tolist() == want.tolist()
         assert bool((out[row, len(want) :] == -1).all())
+
+
+@pytest.mark.parametrize(("heads", "k"), [(7, 128), (64, 32)])
+def test_without_a_kernel_the_definition_runs_and_says_so(heads, k):
+    tensors = one((300, 33, 0), num_heads=heads).tensors()
+    certificate.warn_no_kernels.cache_clear()
+    with pytest.warns(UncertifiedWarning, match=f"these are for 32 or 64 heads .*, not for {heads} heads and k = {k}"):
+        out = indexer_topk(*tensors, k=k, mode="exact")
+    assert torch.equal(out, definition(*tensors, k))

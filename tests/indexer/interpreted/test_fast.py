@@ -6,7 +6,7 @@ import torch
 from envoi.ops.indexer import fast, indexer_topk, reference
 from envoi.ops.indexer.layout import pack_cache, pages_of, to_slots
 from tools.oracles.indexer import judge
-from tools.oracles.indexer_workloads import hostile, one
+from tools.oracles.indexer_workloads import hostile, one, random_fp4_cache
 
 SMALL = {name: tensors for name, tensors in hostile(32).items() if not name.startswith("length")}
 
@@ -42,6 +42,33 @@ def test_hostile(name):
     for row in range(len(q)):
         verdict = judge(out[row], q[row], cache, weights[row], int(seq_lens[row]), table[row])
         assert verdict, verdict.problem
+
+
+@pytest.mark.parametrize(("heads", "k"), [(1, 16), (4, 128), (7, 1), (8, 256), (16, 200), (48, 1000)])
+def test_heads_and_k(heads, k):
+    tensors = one((1200, 3, 130), num_heads=heads).tensors()
+    out = assert_sorted_own(tensors, k, output="slots")
+    for row, length in enumerate((1200, 3, 130)):
+        assert judge(out[row], tensors[0][row], tensors[1], tensors[2][row], length, tensors[4][row])
+
+
+@pytest.mark.parametrize(("heads", "spread"), [(32, 5), (4, 110), (48, 5)])
+def test_keys_in_fp4(heads, spread):
+    q, cache, weights, seq_lens, table = one((1200, 3, 130), num_heads=heads).tensors()
+    tensors = q, random_fp4_cache(len(cache), spread=spread), weights, seq_lens, table
+    out = assert_sorted_own(tensors, 128, output="slots")
+    for row, length in enumerate((1200, 3, 130)):
+        assert judge(out[row], q[row], tensors[1], weights[row], length, table[row])
+
+
+@pytest.mark.parametrize("order", ["score", "any", "position"])
+def test_what_follows_the_weights_of_few_heads_is_not_read(order):
+    """Check that a row of few heads has nothing of its neighbours: they hold NaN."""
+    q, cache, weights, seq_lens, table = one((300, 700, 65), num_heads=4).tensors()
+    alone = indexer_topk(q[1:2], cache, weights[1:2], seq_lens[1:2], table[1:2], 128, "fast", order=order)
+    weights[0], weights[2] = torch.nan, torch.nan
+    q.view(torch.uint8)[[0, 2]] = 0x7F
+    assert torch.equal(indexer_topk(q, cache, weights, seq_lens, table, 128, "fast", order=order)[1:2], alone)
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (1, 511, 512, 513), (0, 2500, 0, 0, 64, 65)])

@@ -48,6 +48,14 @@ def test_candidates_of_any_length(as_torch):
     assert wrong_rows(rows(*LENGTHS, 40000), 512, order, candidates=True) == []
 
 
-@pytest.mark.parametrize("k", [1024, 2048])
-def test_k(k):
-    assert wrong_rows(rows(k - 1, k, k + 1, 20000), k, Order(slots=False, by_score=False)) == []
+@pytest.mark.parametrize("by_score", [True, False])
+@pytest.mark.parametrize("k", [1, 16, 128, 200, 1000, 1024, 2047, 2048])
+def test_k(k, by_score):
+    lengths = k - 1, k, k + 1, 4000, *([] if by_score else [20000])
+    assert wrong_rows(rows(*lengths), k, Order(slots=by_score, by_score=by_score)) == []
+
+
+@pytest.mark.parametrize("k", [1, 16, 128, 200])
+def test_candidates_of_few(k):
+    kinds = [*rows(k - 1, k + 1, 9000), *(KINDS[kind][0] for kind in ("equal", "NaN", "ties at the boundary"))]
+    assert wrong_rows(kinds, k, Order(slots=True, by_score=True), candidates=True) == []

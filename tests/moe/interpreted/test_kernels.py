@@ -110,10 +110,10 @@ def test_combine_against_a_loop(width, k):
 
 def test_combine_keeps_no_rows_in_the_cache_where_they_are_many(monkeypatch):
     launched = permute_kernels.combine_arguments(torch.zeros(6, 8), torch.zeros(2, 3), torch.zeros(2, 8))
-    assert launched.arguments[-1] == "evict_first"
+    assert launched.arguments[-2] == "evict_first"
     monkeypatch.setattr(permute_kernels, "KEPT_BYTES", 6 * 8 * 2 - 1)
     launched = permute_kernels.combine_arguments(torch.zeros(6, 8).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 8))
-    assert launched.arguments[-1] == ""
+    assert launched.arguments[-2] == ""
     judge_combined(2, 8, 3)
 
 

@@ -1,6 +1,7 @@
 """Judges of the router's kernels, and tokens and gates whose products are given logits."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class Given:
     token_ids: torch.Tensor | None = None
     hash_table: torch.Tensor | None = None
 
-    def route(self, **wanted: bool) -> Routing:
+    def route(self, **wanted: Any) -> Routing:
         """Call `envoi.route`, for all outputs unless some are named."""
         return route(
             self.tokens, self.gate, self.k, self.alpha, rule=self.rule, logit_bias=self.logit_bias,

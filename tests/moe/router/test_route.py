@@ -52,7 +52,11 @@ def test_masked_slots_are_not_counted():
 
 def test_operator_is_well_formed():
     tokens, gate = make(m=5)
-    for extras in ((False, False, False), (True, True, True), (False, False, True)):
+    for extras in (
+        (False, False, False, torch.float32),
+        (True, True, True, torch.float16),
+        (False, False, True, torch.bfloat16),
+    ):
         arguments = ("sigmoid", 4, 2, "top2_sum", True, 2.5, None, torch.randn(32), None, None, *extras)
         torch.library.opcheck(torch.ops.envoi.route.default, (tokens, gate, 4, 1.0, *arguments))
 
@@ -68,6 +72,7 @@ IDS, TABLE = torch.zeros(40, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.i
         ("rule.group_score: expected one of 'max', 'top2_sum', got 'sum'", ("softmax", 4, 2, "sum")),
         ("rule.num_topk_groups: expected an int from 1 to 4 .at most num_groups., got 5", ("softmax", 4, 5)),
         ("rule.num_groups: expected an int of at least 1, got 0", ("softmax", 0, 1)),
+        ("rule.renormalize: expected False for 'identity', whose weights may add up to 0, got True", ("identity",)),
     ],
 )
 def test_rules_that_make_no_sense_are_refused(message, arguments):

@@ -14,6 +14,8 @@ RULES = {
     "sqrt(softplus)": Rule("sqrt_softplus", routed_scale=1.5),
     "softmax over the k": Rule("softmax_over_topk", renormalize=False),
     "sigmoid of the k": Rule("sigmoid_of_topk", renormalize=False),
+    "identity": Rule("identity", renormalize=False),
+    "identity, groups by two": Rule("identity", 4, 2, "top2_sum", renormalize=False, routed_scale=-0.5),
 }
 
 

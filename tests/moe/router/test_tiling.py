@@ -6,16 +6,27 @@ import pytest
 import torch
 
 from envoi.ops.moe.router import host
-from envoi.ops.moe.router.choose_tiling import CACHED_BYTES, candidates, choose_shares, choose_tiling
+from envoi.ops.moe.router.choose_tiling import (
+    CACHED_BYTES,
+    apart_candidates,
+    candidates,
+    choose_shares,
+    choose_tiling,
+)
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum
-from envoi.ops.moe.router.tiling import TILE, two_widths
+from envoi.ops.moe.router.tiling import CHOICE_BYTES, MAX_ELEMENTS, TILE, choice_of, two_widths
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
 from tools.kernel_cases import router as cases
 from tools.kernel_cases.router import Case
 
 NUM_SMS = 132
+NAMES = (
+    "x_desc", "y_desc", "num_tokens", "hidden", "alpha", "routed_scale", "k", "logit_bias", "expert_bias", "token_ids",
+    "hash_table", "vocabulary", "weights", "ids", "logits", "dense", "histogram", "counts", "offsets", "counter",
+    "sums", "counters", "tiling", "spec",
+)  # fmt: skip
 SIZES = [
     *((m, 128, 2048, "qwen3-moe") for m in (1, 64, 65, 1600, 8448, 8556, 16384)),
     *((m, 256, 7168, "deepseek-v3") for m in (1, 227, 4096, 4224, 4259, 5706, 16384)),
@@ -64,7 +75,7 @@ def test_shares_are_all_rows(m, n, hidden, rule):
     assert sum(share.num_rows for share in shares) == m
     assert all(share.num_rows % TILE == 0 for share in shares[:-1])
     for share in shares:
-        assert share.tiling == choose_tiling(share.num_rows, hidden, spec, NUM_SMS)[0]
+        assert share.tiling.apart or share.tiling == choose_tiling(share.num_rows, hidden, spec, NUM_SMS)[0]
 
 
 @pytest.mark.parametrize(("n", "parts", "widths"), [
@@ -93,17 +104,58 @@ def test_sums_of_parts_along_k_stay_in_the_l2(m, n, hidden, rule):
     assert tiling.parts_k == 1 or 2 * m * hidden + tiling.sum_bytes(m) < CACHED_BYTES
 
 
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_tiles_that_only_multiply_fit(m, n, hidden, rule):
+    """Check their columns, their memory beside that of CTAs that choose, and the registers of both."""
+    spec = spec_of(m, n, hidden, rule)
+    for tiling in apart_candidates(m, hidden, spec, NUM_SMS):
+        assert (tiling.parts_n - 1) * tiling.width < n <= tiling.parts_n * tiling.width
+        assert tiling.parts_k == tiling.num_sets == 1 and not tiling.all_parts_wait and not tiling.polls_sums
+        most = tiling.options.get("maxnreg")
+        beside = CHOICE_BYTES if most else 0
+        assert tiling.num_stages * 2 * tiling.block_k * (tiling.tile + tiling.width) + beside < SHARED_BYTES
+        choice = choice_of(tiling, spec)
+        assert tiling.rows_per_cta % choice.rows_per_pass == 0, "a CTA that chooses waits for one tile"
+        assert choice.rows_per_pass * choice.columns <= 2 * MAX_ELEMENTS * choice.num_warps
+        if most:
+            left = 65536 - 32 * (tiling.num_warps + 4) * most
+            assert left >= 32 * choice.num_warps * choice.options["maxnreg"]
+
+
+def test_few_rows_and_few_experts_are_one_launch():
+    for m, n in ((1023, 512), (4000, 128)):
+        shares = choose_shares(m, 2048, spec_of(m, n, 2048, "qwen3-next"), NUM_SMS)
+        assert not any(share.tiling.apart for share in shares)
+
+
+def test_products_and_choice_share_sums_and_counters(monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        workspace, "counters", lambda count, device: taken.append(torch.zeros(count, dtype=torch.int32)) or taken[-1]
+    )
+    call = call_of(4661, 512, 2048, "qwen3-next", everything=True)
+    outputs = host.empty_outputs(call)
+    products, choice = host.hopper_launches(call, outputs, NUM_SMS)
+    assert [kernel.fn.__name__ for kernel, *_ in (products, choice)] == ["router_kernel", "choice_kernel"]
+    given = dict(zip(NAMES, products[2], strict=True))
+    tiling, sums = given["tiling"], given["sums"]
+    assert products[1] == (-(-4661 // tiling.tile) * tiling.parts,)
+    assert sums.numel() >= 4661 * 512
+    assert len(taken) == 1 and taken[0].numel() == 2 * -(-4661 // tiling.tile) + 513
+    assert given["counters"] is choice[2][1] is taken[0] and choice[2][0] is sums
+    assert choice[2][2:5] == (4661, tiling.tile, tiling.parts)
+    assert given["weights"] is given["counts"] is None
+    assert any(x is outputs["weights"] for x in choice[2])
+    assert choice[1] == (-(-4661 // choice[2][-2].rows_per_pass),)
+    assert all(options["launch_pdl"] for *_, options in (products, choice))
+
+
 def launches_of(m, n, hidden, rule):
     """Return the launches of a call with all outputs, as dicts of their arguments, and the outputs."""
     call = call_of(m, n, hidden, rule, everything=True)
     outputs = host.empty_outputs(call)
-    names = (
-        "x_desc", "y_desc", "num_tokens", "hidden", "alpha", "routed_scale", "k", "logit_bias", "expert_bias",
-        "token_ids", "hash_table", "vocabulary", "weights", "ids", "logits", "dense", "histogram", "counts", "offsets",
-        "counter", "sums", "counters", "tiling", "spec",
-    )  # fmt: skip
     found = host.hopper_launches(call, outputs, NUM_SMS)
-    return [(grid, dict(zip(names, given, strict=True)), options) for grid, given, options in found], outputs
+    return [(grid, dict(zip(NAMES, given, strict=True)), options) for _, grid, given, options in found], outputs
 
 
 def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
@@ -128,4 +180,4 @@ def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
 def test_hashed_rows_are_divided_like_tokens():
     call = cases.call_of(Case("", 4259, 256, 7168, 8, "deepseek-v3", hashed=True))
     found = host.hopper_launches(call, host.empty_outputs(call), NUM_SMS)
-    assert [len(given[9]) for _, given, _ in found] == [given[2] for _, given, _ in found]
+    assert [len(given[9]) for _, _, given, _ in found] == [given[2] for _, _, given, _ in found]

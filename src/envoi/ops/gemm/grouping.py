@@ -19,12 +19,15 @@ class Grouping:
     to: int64 [M], the address that each row of the epilogue's only output is scattered to: a multiple of 16, also on
         another GPU, with room for N elements of the output's dtype. None = the rows of a new tensor.
     batch_invariant: make no choice by the number of rows on which a row's bits depend: see `settled`.
+    are_offsets_early: `offsets` was written before the launch right in front of the GEMM lets others start. On Hopper
+        the GEMM then starts before that launch ends, and asks for weights meanwhile.
     """
 
     write_tail: bool = True
     expected: int | None = None
     to: torch.Tensor | None = None
     batch_invariant: bool = False
+    are_offsets_early: bool = False
 
     def likely_rows(self, room: int) -> int:
         """Return the number of rows to expect where there is room for `room`."""

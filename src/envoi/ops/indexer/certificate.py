@@ -26,13 +26,16 @@ import torch
 from envoi import cache_file, env
 
 SHIPPED = Path(__file__).with_name("certified.json")
-HEADS = (32, 64)
+HEADS = (32, 64)  # for which the exact mode has kernels,
+LEAST_K = (
+    33  # and from which k on: torch puts up to 32 in order by a network, which its kernels do for short rows alone
+)
 NUM_ORDERS = 512  # lengths whose order is looked up; the order of longer ones depends on length % 4
 SHARED = 256  # flag of the shared order, added to the number of parts
 
 
 class UncertifiedWarning(UserWarning):
-    """Warning that the exact mode runs on torch's operators: no certificate is for this GPU, torch and cuBLAS."""
+    """Warning that the exact mode runs on torch's operators: no certificate, or no kernel, is for this call."""
 
 
 def name_of(device: torch.device) -> str:
@@ -74,15 +77,27 @@ def orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
     return None if known is None else expand(known).to(device)
 
 
+def has_kernels(num_heads: int, k: int) -> bool:
+    """Tell whether the exact mode has kernels for this number of heads and this k, if a certificate is there."""
+    return num_heads in HEADS and isinstance(k, int) and k >= LEAST_K
+
+
 @cache
 def warn_uncertified(name: str) -> None:
     """Warn once a process that the exact mode uses torch's operators; name the remedy. name: `name_of` a device."""
-    warnings.warn(
-        "indexer_topk: mode='exact' takes torch's operators row by row, many times slower than its kernels, as there "
-        f"is no certificate for {name}; `envoi indexer certify` makes one here in less than a minute",
-        UncertifiedWarning,
-        stacklevel=2,
-    )
+    _warn(f"there is no certificate for {name}; `envoi indexer certify` makes one here in less than a minute")
+
+
+@cache
+def warn_no_kernels(num_heads: int, k: int) -> None:
+    """Warn once a process that the exact mode has no kernels for this number of heads or this k."""
+    heads = " or ".join(map(str, HEADS))
+    _warn(f"these are for {heads} heads and k from {LEAST_K} on, not for {num_heads} heads and k = {k}")
+
+
+def _warn(why: str) -> None:
+    text = "indexer_topk: mode='exact' takes torch's operators row by row, many times slower than its kernels, as"
+    warnings.warn(f"{text} {why}", UncertifiedWarning, stacklevel=3)
 
 
 def expand(known: dict[str, Any]) -> torch.Tensor:

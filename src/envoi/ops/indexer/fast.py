@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from envoi import env
 from envoi.ops.indexer import kernel_candidates, kernel_rank, kernel_scores, kernel_select, room
-from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE
+from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE, is_fp4
 from envoi.runtime import workspace as workspace_of
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.launch import launch
@@ -25,8 +26,9 @@ CAPACITY = kernel_candidates.CAPACITY.value
 
 # As measured: notes/2026-11-indexer.md, notes/2026-11-indexer-select.md.
 TILE = 128  # tokens that are scored at a time
-PROGRAMS_PER_SM = 3
+PROGRAMS_PER_SM, FP4_PROGRAMS_PER_SM = 3, 2
 HOPPER_WARPS = 4
+HOPPER_HEADS, TRITON_HEADS = 8, 16  # least widths of products
 STAGES = 3  # tiles in a program's pipeline
 SHARED_ROWS = 4  # of a request, scored against a tile of keys while it is in shared memory; as many registers and bytes
 SHARED_STAGES = 2  # as three programs of an SM have room for beside four rows' queries
@@ -212,42 +214,60 @@ def hopper_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, least: int
 ) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of Hopper's `scores_kernel`."""
-    flat = p.k_cache.view(-1)
-    values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
-    scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+    values, scales = _descriptors(p.k_cache)
     early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
     block = rows_of_block(p, space.counters is not None)
     num_blocks, stages = -(-len(space.logits) // block), STAGES if block == 1 else SHARED_STAGES
+    heads = p.q.shape[1]
     return (_programs(p, num_rows, block),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.q.shape[1], least, max(32, next_power_of_2(num_blocks)), block, stages, early,
-    ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
+        max(HOPPER_HEADS, next_power_of_2(heads)), heads, least, max(32, next_power_of_2(num_blocks)), block,
+        stages, early,
+    ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(_programs_per_sm(p))}  # fmt: skip
 
 
-def _registers() -> int:
-    """Return the registers per thread of Hopper's kernel with which PROGRAMS_PER_SM programs fit an SM."""
-    return 65536 // (32 * (HOPPER_WARPS + 4) * PROGRAMS_PER_SM) // 8 * 8  # the producer's warp takes up four
+def _descriptors(k_cache: torch.Tensor) -> tuple[Any, Any]:
+    """Return the TMA descriptors of a cache's values and scales, or of values in FP4 and factors."""
+    flat = k_cache.view(-1)
+    if is_fp4(k_cache):
+        words = flat.view(torch.int32)
+        values = descriptor(words.view(-1, HEAD_DIM // 8), PAGE_SIZE, HEAD_DIM // 8)
+        return values, unswizzled_descriptor(words.view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+    values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
+    return values, unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+
+
+def _programs_per_sm(p: Problem) -> int:
+    """Return the number of programs that run at a time on an SM; fewer where 64 products and a key are in registers."""
+    return FP4_PROGRAMS_PER_SM if is_fp4(p.k_cache) and p.q.shape[1] > 32 else PROGRAMS_PER_SM
+
+
+def _registers(programs: int) -> int:
+    """Return the registers per thread of Hopper's kernel with which so many programs fit an SM."""
+    return 65536 // (32 * (HOPPER_WARPS + 4) * programs) // 8 * 8  # the producer's warp takes up four
 
 
 def scores_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, least: int
 ) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of `scores_kernel`."""
-    bytes_ = p.k_cache.view(torch.uint8)
+    bytes_, heads = p.k_cache.view(torch.uint8), p.q.shape[1]
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
         space.logits, space.groups, space.counters, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.q.shape[1], least, next_power_of_2(len(space.logits)), TILE,
+        max(TRITON_HEADS, next_power_of_2(heads)), heads, is_fp4(p.k_cache), least,
+        next_power_of_2(len(space.logits)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
 def select_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order,
-    early: bool,
+    early: bool, levels: int | None = None,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
-    """Return grid, arguments and options of `select_kernel`."""
-    levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
+    """Return grid, arguments and options of `select_kernel`. levels: 0 where rows have no groups."""
+    if levels is None:
+        levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
     chunk = next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
     parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
     counters = workspace_of.counters(num_rows, p.q.device)
@@ -255,7 +275,7 @@ def select_arguments(
     return (num_rows, parts), (
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
+        p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
     ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
@@ -285,4 +305,4 @@ def rank_arguments(
 
 def _programs(p: Problem, num_rows: int, block: int = 1) -> int:
     """Return the number of programs: of the most tiles there can be, or of those that run at a time, if fewer."""
-    return min(-(-num_rows // block) * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
+    return min(-(-num_rows // block) * -(-p.max_length // TILE), _programs_per_sm(p) * num_sms(p.q.device))

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogues.device import maximum
+from envoi.ops.indexer.kernel_fp4 import value_of, widen
 from envoi.ops.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
@@ -29,8 +30,10 @@ from envoi.ops.indexer.kernel_scores import (
     PAGE,
     TOP_LEVEL,
     as_stored,
+    existing,
     least_level,
     level_of,
+    load_weights,
     ordered,
     scored,
 )
@@ -42,6 +45,8 @@ from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 TILE: gl.constexpr = gl.constexpr(128)
 ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # rows of 128 bytes in a page, 64 of them values
 ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # rows of 64 float32 in a page, the last of them scales
+FP4_ROWS_OF_VALUES: gl.constexpr = gl.constexpr(68)  # rows of 64 bytes in a page of keys in FP4, 64 of them values
+FP4_ROWS_OF_FACTORS: gl.constexpr = gl.constexpr(17)  # rows of 64 int32, the last of them factors
 
 
 @aggregate
@@ -71,7 +76,10 @@ class Stages(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors of the cache: a page's values as rows of 128 bytes, its scales as a row of 64 float32."""
+    """TMA descriptors of the cache: a page's values as rows of 128 bytes, its scales as a row of 64 float32.
+
+    Of keys in FP4: values as rows of 16 int32, factors as a row of 64 int32.
+    """
 
     pages: Any
     scales: Any
@@ -144,14 +152,17 @@ def next_tile(block, n, token, lengths):
 @gluon.jit
 def load_pages(descs, stages, stage, page0, page1):
     """Load two pages into a stage."""
+    fp4: gl.constexpr = descs.pages.dtype == gl.int32
+    rows_of_values: gl.constexpr = FP4_ROWS_OF_VALUES if fp4 else ROWS_OF_VALUES
+    rows_of_scales: gl.constexpr = FP4_ROWS_OF_FACTORS if fp4 else ROWS_OF_SCALES
     full = stages.full.index(stage)
     mbarrier.expect(full, 2 * (descs.pages.block_type.nbytes + descs.scales.block_type.nbytes))
     for half in gl.static_range(2):
         page = page1 if half == 1 else page0
         at = stage * 2 + half
-        tma_load(descs.pages, [page * ROWS_OF_VALUES, 0], full, stages.pages.index(at))
-        row_of_scales = (page + 1) * ROWS_OF_SCALES - 1
-        tma_load(descs.scales, [row_of_scales, 0], full, stages.scales.index(at))
+        tma_load(descs.pages, [page * rows_of_values, 0], full, stages.pages.index(at))
+        row = (page + 1) * rows_of_scales - 1
+        tma_load(descs.scales, [row, 0], full, stages.scales.index(at))
 
 
 @gluon.jit
@@ -180,14 +191,19 @@ def producer(descs, stages, lengths, table, num_pages, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(q, queries, row, count, H: gl.constexpr):
-    """Copy the queries of `count` rows to shared memory [.., H, HEAD_DIM]."""
+def load_queries(q, queries, row, count, H: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
+    """Copy the queries of `count` rows to shared memory [.., H, HEAD_DIM]: HEADS of them, then the last again.
+
+    FP4: in the order of the keys' values in the operand.
+    """
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-    heads = gl.arange(0, H, gl.SliceLayout(1, wide))
+    heads = existing(gl.arange(0, H, gl.SliceLayout(1, wide)), HEADS)
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
+    if FP4:
+        d = value_of(d)
     role_barrier()
     for nth in range(count):
-        queries.index(nth).store(gl.load(q + ((row + nth) * H + heads)[:, None] * HEAD_DIM + d[None, :]))
+        queries.index(nth).store(gl.load(q + ((row + nth) * HEADS + heads)[:, None] * HEAD_DIM + d[None, :]))
     fence_async_shared()
     role_barrier()
 
@@ -200,12 +216,18 @@ def score(products, scale, weight):
 
 
 @gluon.jit
+def score_of_positive(products, scale, weight):
+    """Compute `score` of scales that aren't negative."""
+    return gl.sum(maximum(products, 0.0) * weight[None, :], 1) * gl.abs(scale)
+
+
+@gluon.jit
 def score_of_signs(products, scale, weight, any_negative):
     """Compute `score`, a third faster if no scale is negative."""
     if any_negative:
         s = score(products, scale, weight)
     else:
-        s = gl.sum(maximum(products, 0.0) * weight[None, :], 1) * gl.abs(scale)
+        s = score_of_positive(products, scale, weight)
     return s
 
 
@@ -274,13 +296,18 @@ def keep_scores(args, s, row, token, n, width):
 
 
 @gluon.jit
-def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constexpr):
+def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Score every tile of this program: a role of four warps."""
-    tiles = reinterpret(stages.pages, stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
-    factors = reinterpret(stages.scales, gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fp4: gl.constexpr = stages.pages.dtype == gl.int32
+    if fp4:
+        tiles = reinterpret(stages.pages, gl.int32, [STAGES, TILE, HEAD_DIM // 8], stages.pages.layout)
+    else:
+        tiles = reinterpret(stages.pages, stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
+    factors = reinterpret(stages.scales, stages.scales.dtype, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
     )
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4)
     zero = gl.full((TILE, H), 0.0, gl.float32, layout)
     heads = gl.arange(0, H, gl.SliceLayout(0, layout))
     weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
@@ -292,29 +319,43 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constex
         num = gl.minimum(lengths.num_rows - row, lengths.share)  # rows of this block
         if block != loaded:
             at = (lengths.first_row + row).to(gl.int64)
-            load_queries(args.q, queries, at, num if lengths.share > 1 else 1, H)
+            load_queries(args.q, queries, at, num if lengths.share > 1 else 1, H, HEADS, fp4)
             if lengths.share == 1:
-                weight = gl.load(args.weights + at * H + heads)
+                weight = load_weights(args.weights, at, heads, HEADS)
             loaded = block
         mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
-        if lengths.share == 1:
-            products = warpgroup_mma(tiles.index(stage), queries.index(0).permute((1, 0)), zero, use_acc=False)
-            scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+        if fp4:
+            keys, scale = widen(tiles.index(stage), factors.index(stage), dot)
+            scale = gl.convert_layout(scale, gl.SliceLayout(1, layout))
             mbarrier.arrive(stages.empty.index(stage), count=1)
-            keep_scores(args, score(products, scale, weight), row, token, n, lengths.width)
         else:
-            scale = factors.index(stage).load(gl.SliceLayout(1, layout))
-            any_negative = gl.max((scale < 0.0).to(gl.int32), 0) > 0
+            keys = tiles.index(stage)
+        if lengths.share == 1:
+            products = warpgroup_mma(keys, queries.index(0).permute((1, 0)), zero, use_acc=False)
+            if fp4:
+                s = score_of_positive(products, scale, weight)
+            else:
+                scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+                mbarrier.arrive(stages.empty.index(stage), count=1)
+                s = score(products, scale, weight)
+            keep_scores(args, s, row, token, n, lengths.width)
+        else:
+            if not fp4:
+                scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+                any_negative = gl.max((scale < 0.0).to(gl.int32), 0) > 0
             for nth in range(num):
                 seen = n - (num - 1 - nth)
                 if (seen > token) & (seen > lengths.least):
-                    own = gl.load(args.weights + (lengths.first_row + row + nth).to(gl.int64) * H + heads)
-                    products = warpgroup_mma(
-                        tiles.index(stage), queries.index(nth).permute((1, 0)), zero, use_acc=False
-                    )
-                    s = score_of_signs(products, scale, own, any_negative)
+                    at = (lengths.first_row + row + nth).to(gl.int64)
+                    own = load_weights(args.weights, at, heads, HEADS)
+                    products = warpgroup_mma(keys, queries.index(nth).permute((1, 0)), zero, use_acc=False)
+                    if fp4:
+                        s = score_of_positive(products, scale, own)
+                    else:
+                        s = score_of_signs(products, scale, own, any_negative)
                     keep_scores(args, s, row + nth, token, seen, lengths.width)
-            mbarrier.arrive(stages.empty.index(stage), count=1)
+            if not fp4:
+                mbarrier.arrive(stages.empty.index(stage), count=1)
         block, n, token = next_tile(block, n, token, lengths)
 
 
@@ -322,18 +363,21 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, STAGES: gl.constex
 def scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
     first_row, num_rows, width, num_pages, next_n,
-    H: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr,
+    H: gl.constexpr, HEADS: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as the Triton kernel of this name does.
 
     values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
-    float32, of which the last of each page are its scales. BLOCKS: at least the number of blocks of SHARE rows; a block
-    may not have rows of two requests.
+    float32, of which the last of each page are its scales; or, of keys in FP4, as `Descriptors` says. BLOCKS: at
+    least the number of blocks of SHARE rows; a block may not have rows of two requests. H: HEADS, or more: the
+    products' width, of which the rest has zero weights.
     """
-    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
-    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
-    queries = gl.allocate_shared_memory(values_desc.dtype, [SHARE, H, HEAD_DIM], values_desc.layout)
+    columns: gl.constexpr = values_desc.block_type.shape[1]
+    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, columns], values_desc.layout)
+    scales = gl.allocate_shared_memory(scales_desc.dtype, [2 * STAGES, 1, PAGE], scales_desc.layout)
+    in_rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    queries = gl.allocate_shared_memory(gl.float8e4nv, [SHARE, H, HEAD_DIM], in_rows)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     set_up_together()
@@ -353,6 +397,6 @@ def scores_kernel(
     args = Rows(q, weights, logits, groups)
     descs = Descriptors(values_desc, scales_desc)
     gl.warp_specialize([
-        (consumer, (stages, queries, lengths, args, H, STAGES)),
+        (consumer, (stages, queries, lengths, args, H, HEADS, STAGES)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
     ], [1], [32 if SHARE > 1 else 40])  # fmt: skip

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from envoi.epilogues.codes_triton import from_e4m3
+from envoi.epilogues.codes_triton import from_e2m1, from_e4m3, from_e8m0
 from envoi.epilogues.device import INTERPRETED, in_order, maximum
 
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
+FP4_PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 68)
 NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row, at most
 KEY_SHIFT: tl.constexpr = tl.constexpr(16)
 TOP_LEVEL: tl.constexpr = tl.constexpr(7)  # groups of 1 << level tokens, which a tile holds; longer rows have none
@@ -41,7 +42,7 @@ INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the i
 
 
 class Inputs(NamedTuple):
-    """Pointers: q [rows, H, 128] and cache, bytes of E4M3; scales, the cache as float32; weights [rows, H] float32."""
+    """Pointers: q [rows, H, 128], bytes of E4M3; cache, bytes; scales, it as float32; weights [rows, H] float32."""
 
     q: Any
     cache: Any
@@ -99,16 +100,37 @@ def token_pages(table, request, tokens, n, width, num_pages):
 
 
 @triton.jit
-def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
-    """Score tokens of a row: [TILE] float32. inputs: Inputs; page, place, mask [TILE]: where each token's key is."""
+def existing(heads, HEADS: tl.constexpr):
+    """Return heads, and from HEADS on the last one, whose product is weighted with zero there."""
+    if heads.shape[0] > HEADS:
+        return tl.minimum(heads, HEADS - 1)
+    else:
+        return heads
+
+
+@triton.jit
+def load_weights(weights, row, heads, HEADS: tl.constexpr):
+    """Load a row's weights, zero from head HEADS on."""
+    if heads.shape[0] > HEADS:
+        return tl.load(weights + row * HEADS + heads, mask=heads < HEADS, other=0.0)
+    else:
+        return tl.load(weights + row * HEADS + heads)
+
+
+@triton.jit
+def score_tile(inputs, row, page, place, mask, H: tl.constexpr, HEADS: tl.constexpr):
+    """Score tokens of a row: [TILE] float32. inputs: Inputs; page, place, mask [TILE]: where each token's key is.
+
+    H: HEADS, or more: the products' width, of which the rest has zero weights.
+    """
     d = tl.arange(0, HEAD_DIM)
     h = tl.arange(0, H)
     row = row.to(tl.int64)
     keys = tl.load(
         inputs.cache + (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :], mask=mask[:, None], other=0
     )
-    queries = tl.load(inputs.q + (row * H + h)[:, None] * HEAD_DIM + d[None, :])
-    weight = tl.load(inputs.weights + row * H + h)
+    queries = tl.load(inputs.q + (row * HEADS + existing(h, HEADS))[:, None] * HEAD_DIM + d[None, :])
+    weight = load_weights(inputs.weights, row, h, HEADS)
     scale = tl.load(inputs.scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
     if INTERPRETED:
         products = tl.dot(from_e4m3(keys), tl.trans(from_e4m3(queries)))
@@ -117,6 +139,36 @@ def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
     sign = tl.where(scale < 0.0, -1.0, 1.0)
     positive = maximum(products * sign[:, None], 0.0)
     return tl.sum(positive * weight[None, :], 1) * tl.abs(scale)
+
+
+@triton.jit
+def product_of_half(values, factors, queries, chain):
+    """Add the products of every other value, E2M1 times its factor [TILE, 64], and queries in E4M3 [64, H] to chain.
+
+    As bf16, which has all numbers of either exactly.
+    """
+    keys = from_e2m1(values) * factors
+    if INTERPRETED:
+        return tl.dot(keys, from_e4m3(queries), chain)
+    else:
+        return tl.dot(keys.to(tl.bfloat16), queries.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16), chain)
+
+
+@triton.jit
+def score_fp4_tile(inputs, row, page, place, mask, H: tl.constexpr, HEADS: tl.constexpr):
+    """Score tokens of a row as `score_tile` does, of keys in FP4."""
+    c = tl.arange(0, HEAD_DIM // 2)
+    h = tl.arange(0, H)
+    row = row.to(tl.int64)
+    key = inputs.cache + page * FP4_PAGE_BYTES
+    pairs = tl.load((key + place * (HEAD_DIM // 2))[:, None] + c[None, :], mask=mask[:, None], other=0)
+    at = (key + PAGE * HEAD_DIM // 2 + place * 4)[:, None] + (c // 16)[None, :]
+    factors = from_e8m0(tl.load(at, mask=mask[:, None], other=0))
+    queries = inputs.q + (row * HEADS + existing(h, HEADS))[None, :] * HEAD_DIM + 2 * c[:, None]
+    products = tl.zeros((place.shape[0], H), tl.float32)
+    products = product_of_half(pairs & 0xF, factors, tl.load(queries), products)
+    products = product_of_half(pairs >> 4, factors, tl.load(queries + 1), products)
+    return tl.sum(maximum(products, 0.0) * load_weights(inputs.weights, row, h, HEADS)[None, :], 1)
 
 
 @triton.jit
@@ -162,9 +214,13 @@ def place_of_tile(tile, ids, seen, tiles, ends):
 @triton.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
     q, cache, scales, weights, seq_lens, table, logits, groups, counters, first_row, num_rows, width, num_pages, next_n,
-    H: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, FP4: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters, if any."""
+    """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters, if any.
+
+    FP4: keys are in FP4, without scales.
+    """
     clear(counters, num_rows)
     ids = tl.arange(0, ROWS)
     seen = scored(seq_lens, first_row + ids, first_row + num_rows, next_n, width, LEAST)
@@ -177,6 +233,10 @@ def scores_kernel(
         tokens = first + tl.arange(0, TILE)
         page, good = token_pages(table, row // next_n, tokens, n, width, num_pages)
         mask = (tokens < n) & good
-        s = score_tile(Inputs(q, cache, scales, weights), row, page, tokens % PAGE, mask, H)
+        inputs = Inputs(q, cache, scales, weights)
+        if FP4:
+            s = score_fp4_tile(inputs, row, page, tokens % PAGE, mask, H, HEADS)
+        else:
+            s = score_tile(inputs, row, page, tokens % PAGE, mask, H, HEADS)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
         keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)

@@ -301,16 +301,17 @@ def choose_from_groups(
 @triton.jit(do_not_specialize=INTEGERS)
 def select_kernel(
     logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
-    K: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
+    K: tl.constexpr, PLACES: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
     LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
 
     logits [rows, width * PAGE], groups [rows, NUM_GROUPS] int32: the best keys of groups of level_of(n), in rows longer
-    than NUM_GROUPS, up to NUM_GROUPS << LEVELS. BY_SCORE: best first, else by position; then rows of up to K tokens
-    need no logits. NAN_FIRST: as torch does; rows of up to SHORT tokens are in the order of its sort. EARLY: launched
-    before the scores' kernel ends. PARTS: programs of a long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each
-    part scores and positions, then all parts' lengths. counters [rows]: zero before and after.
+    than NUM_GROUPS, up to NUM_GROUPS << LEVELS. K: 1 to BINS; PLACES: K, up to a power of two. BY_SCORE: best
+    first, else by position; then rows of up to K tokens need no logits. NAN_FIRST: as torch does; rows of up to
+    SHORT tokens are in the order of its sort. EARLY: launched before the scores' kernel ends. PARTS: programs of a
+    long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each part scores and positions, then all parts'
+    lengths. counters [rows]: zero before and after.
     """
     words.declare()
     own = tl.program_id(0)
@@ -364,8 +365,9 @@ def select_kernel(
         else:
             put_best_first(room, out, table, tl.minimum(n, K), n > K, SLOTS)
     else:
-        place = tl.arange(0, K)
+        place = tl.arange(0, PLACES)
         position = place
         if n > K:
             position = get(room, CHOSEN_AT + place)
-        tl.store(out + place, slot_of(table, position, place < n, SLOTS), mask=place < n)
+        chosen = place < (n if PLACES == K else tl.minimum(n, K))
+        tl.store(out + place, slot_of(table, position, chosen, SLOTS), mask=chosen)

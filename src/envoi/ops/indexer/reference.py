@@ -2,6 +2,7 @@
 
     for each query row r of request b, which sees L tokens:
         K[j] = e4m3(values[j]) * scale[j]                                     j < L, float32
+        or, of keys in FP4, K[j, d] = e2m1(values[j, d]) * 2^(factor[j, d / 32] - 127), which has the fast mode alone
         exact:  S[h, j] = sum over d of q[r, h, d] * K[j, d]                  torch.mm in float32, no TF32
                 s[j]    = sum over h of max(S[h, j], 0) * weights[r, h]       torch.sum over dim 0
         fast:   s[j]    = scale[j] * sum over h of max(S'[h, j], 0) * weights[r, h],   S' from the unscaled values
@@ -10,7 +11,14 @@
 The exact mode is the definition and keeps its bits and its order. The fast mode moves the scale out of the ReLU, which
 is equal in exact arithmetic: for a negative scale max(x * scale, 0) = |scale| * max(-x, 0), so the sign goes into the
 ReLU. Its selection is exact for its own scores, the lower position wins a tie, and NaN never beats a number.
+
+Selection in two levels, by the fast mode's scores:
+    blocks:     B[i] = max of s[i * block .. i * block + block - 1], NaN as -inf; the newest block, which may be
+                shorter, and the k - 1 best others by B, ascending
+    in blocks:  out[r] = the k best j, by s, of the tokens in given blocks
 """
+
+from collections.abc import Iterator
 
 import torch
 
@@ -64,4 +72,49 @@ def indexer_topk(
             if order != "score":
                 chosen = chosen.sort().values
             out[row, : len(chosen)] = to_slots(chosen, pages) if slots else chosen.to(torch.int32)
+    return out
+
+
+def _rows(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    next_n: int,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Yield (row, its scores in the fast mode, pages of its request) of each row that sees a token."""
+    for row in range(q.shape[0]):
+        request = row // next_n
+        seen = int(seq_lens[request]) - next_n + 1 + row % next_n
+        if seen > 0:
+            pages = block_table[request, : pages_of(seen)]
+            values, scales = unpack_pages(k_cache, pages)
+            yield row, score_fast(q[row], values[:seen], scales[:seen], weights[row]), pages
+
+
+def indexer_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, block: int, next_n: int,
+) -> torch.Tensor:  # fmt: skip
+    """Choose blocks for all query rows: [B * next_n, k] int32. Arguments as in `envoi.indexer_blocks`."""
+    out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
+    for row, scores, _ in _rows(q, k_cache, weights, seq_lens, block_table, next_n):
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)
+        padded = torch.nn.functional.pad(scores, (0, -len(scores) % block), value=-torch.inf)
+        others = padded.view(-1, block).amax(1)[:-1]
+        chosen = torch.cat((best(others, k - 1), torch.tensor([len(others)], device=q.device))).sort().values
+        out[row, : len(chosen)] = chosen.to(torch.int32)
+    return out
+
+
+def indexer_topk_in_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    blocks: torch.Tensor, k: int, block: int, next_n: int, slots: bool, order: str,
+) -> torch.Tensor:  # fmt: skip
+    """Choose tokens of blocks for all query rows: [B * next_n, k] int32, as `envoi.indexer_topk_in_blocks`."""
+    out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
+    for row, scores, pages in _rows(q, k_cache, weights, seq_lens, block_table, next_n):
+        tokens = (blocks[row].long()[:, None] * block + torch.arange(block, device=q.device)).flatten()
+        tokens = tokens[(tokens >= 0) & (tokens < len(scores))]
+        chosen = tokens[best(scores[tokens], k)]
+        if order != "score":
+            chosen = chosen.sort().values
+        out[row, : len(chosen)] = to_slots(chosen, pages) if slots else chosen.to(torch.int32)
     return out

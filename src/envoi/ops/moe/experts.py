@@ -48,7 +48,7 @@ def run_layer(
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
-    grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant)
+    grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant, are_offsets_early=True)
     out = run_experts(rows, weights, row_map.offsets, experts, grouping, None, choice)
     with span("combine"):
         return combine_rows(out, row_map.slot_to_pos)

@@ -11,11 +11,15 @@
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
 
 Buffers have a row for each slot. Rows after the last expert's are neither written nor read.
+OVERLAP: launched with `launch_pdl`, so that a program starts before the launch in front ends, and waits for that end
+before it reads or writes anything. It lets the next launch start after its wait: what was launched before the launch in
+front has ended by then.
 `trace`: see `runtime.timeline_device`.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogues.codes_triton import to_e4m3, widen
 from envoi.epilogues.device import bf16, divide, e4m3, e8m0_ceil, group_amax
@@ -36,13 +40,24 @@ def map_kernel(topk_ids, expert_map, out, num_slots, num_ids, BLOCK: tl.constexp
 
 
 @triton.jit
-def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
+def begin_work(OVERLAP: tl.constexpr):
+    """Wait for the launch in front, and let the next start."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def sort_kernel(
+    topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """Store offsets[e] and the rows of expert e's slots in chunk c, in slot order: program (e, c).
 
     Each program reads all ids instead of waiting for the others: no atomics, a fixed order. Counting takes a fifth of
     the time of storing rows, so only storing is divided into chunks. Programs with e = num_experts store -1 for the
     masked slots.
     """
+    begin_work(OVERLAP)
     own, chunk = tl.program_id(0), tl.program_id(1)
     size = tl.cdiv(tl.cdiv(num_slots, BLOCK), tl.num_programs(1)) * BLOCK
     begin = chunk * size
@@ -144,11 +159,13 @@ def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP:
 def gather_kernel(
     tokens, stride, topk_weights, slot_to_pos, rows, rows_sf, row_weights, width, k,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Copy a token to the rows of its slots, and its weights to their row weights; read and quantise it only once.
 
     GROUP: columns that share a scale factor; 0 = copy without quantising.
     """
+    begin_work(OVERLAP)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
@@ -171,9 +188,11 @@ def gather_kernel(
 @triton.jit
 def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, trace,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
+    trace,
 ):  # fmt: skip
     """Quantise the rows before offsets[num_experts], those that belong to an expert."""
+    begin_work(OVERLAP)
     note_begin(trace, 0, 0, 0)
     for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -184,8 +203,12 @@ def quantize_kernel(
 
 
 @triton.jit
-def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+def combine_kernel(
+    rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read."""
+    if OVERLAP:
+        gdc_wait()
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

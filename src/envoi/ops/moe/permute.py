@@ -17,7 +17,7 @@ import torch
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.quant.bits import as_bytes
 from envoi.quant.formats import Scheme
-from envoi.runtime.devices import casts_e4m3
+from envoi.runtime.devices import casts_e4m3, implementation
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.timeline import UNTRACED
 from envoi.types import Matrix, QuantTensor
@@ -52,6 +52,11 @@ class RowMap:
 
     offsets: torch.Tensor
     slot_to_pos: torch.Tensor
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return True if these kernels start before the launch in front of them ends."""
+    return implementation(device) == "hopper"
 
 
 def map_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
@@ -118,8 +123,9 @@ def sort_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> Launch:
     num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
     block = next(block for block, most in SORT_BLOCKS if num_slots <= most)
     chunks = max(1, min(MAX_SORT_CHUNKS, -(-num_slots // block), MAX_SORT_PROGRAMS // (num_experts + 1)))
-    arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block
-    return Launch((num_experts + 1, chunks), arguments, {"num_warps": 4})
+    overlap = overlaps(topk_ids.device)
+    arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block, overlap
+    return Launch((num_experts + 1, chunks), arguments, {"num_warps": 4, "launch_pdl": overlap})
 
 
 def counted_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> tuple[Launch, Launch]:
@@ -142,24 +148,25 @@ def gather_arguments(
     """Build the launch of `gather_kernel`."""
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     (M, width), k = tokens.shape, topk_weights.shape[1]
-    out = RowBuffers.of(rows, width)
+    out, overlap = RowBuffers.of(rows, width), overlaps(tokens.device)
     arguments = (
         tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
-        k, out.block, next_power_of_2(k), *out.form,
+        k, out.block, next_power_of_2(k), *out.form, overlap,
     )  # fmt: skip
-    return Launch((M, -(-width // out.block)), arguments, warps_for(out.block))
+    return Launch((M, -(-width // out.block)), arguments, warps_for(out.block) | {"launch_pdl": overlap})
 
 
 def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTensor) -> Launch:
     """Build the launch of `quantize_kernel`."""
-    num_rows, width = rows.shape
+    (num_rows, width), overlap = rows.shape, overlaps(rows.device)
     buffers = RowBuffers.of(out, width)
     arguments = (
-        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, UNTRACED
+        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, overlap,
+        UNTRACED,
     )  # fmt: skip
     # Most rows may be unused: with a program for each, most would only start and end.
     grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))
-    return Launch(grid, arguments, warps_for(buffers.block))
+    return Launch(grid, arguments, warps_for(buffers.block) | {"launch_pdl": overlap})
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,7 @@ def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor) -> torch.Tensor:
 def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
-    block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
+    block, overlap = min(MAX_SUM_COLUMNS, next_power_of_2(width)), overlaps(rows.device)
     eviction = "evict_first" if M * k * width * rows.itemsize <= KEPT_BYTES else ""
-    return Launch((M, -(-width // block)), (rows, slot_to_pos, out, width, k, block, eviction), warps_for(block))
+    arguments = rows, slot_to_pos, out, width, k, block, eviction, overlap
+    return Launch((M, -(-width // block)), arguments, warps_for(block) | {"launch_pdl": overlap})

@@ -23,6 +23,8 @@ from envoi.ops.gemm.hopper.time_model import predicted_cycles, rows_of_neighbour
 from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv, next_power_of_2
 
+MOST_TIMES_ROWS = 4  # an expert's mean number of rows, that a tile of few tokens holds: rows vary with the routing
+
 
 def candidates(problem: Problem, code: Lowered) -> list[Config]:
     """Return the configs worth trying for a problem, each with as many stages as fit."""
@@ -89,7 +91,7 @@ def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:
     found = [
         Config(64, consumers, tokens, depth, 12, swap_ab=True)
         for tokens in (8, 16, 32, 64, 128)
-        if tokens < 2 * max(per_group, 8) and tokens <= most
+        if tokens < MOST_TIMES_ROWS * max(per_group, 8) and tokens <= most
         for consumers in (1, 2)
         for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
     ]
@@ -159,7 +161,8 @@ def in_bands(problem: Problem, config: Config) -> Config:
         return round(sent_cycles(problem, config, tensor, H200.num_sms))
 
     high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
-    return min([*sorted(high, key=rows), *low[y_bytes > L2_KEEPS :]], key=cycles)
+    low = low[-1:] if y_bytes > L2_KEEPS else sorted(low, key=rows)
+    return min([*sorted(high, key=rows), *low], key=cycles)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

@@ -21,9 +21,9 @@ MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed
 MOST_OF_THREE_FP8 = 96  # of them in FP8, whose factors take registers too
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
 NARROWED = tuple(y for y in range(24, 256, 8) if y & (y - 1))  # tokens of a tile whose instructions are `narrowed`
-NARROWED_FEATURES = tuple(y for y in range(48, 256, 16) if y & (y - 1) and y not in TWO_WIDTHS)  # the same of features
+NARROWED_FEATURES = tuple(y for y in range(80, 256, 16) if y & (y - 1) and y not in TWO_WIDTHS)  # the same of features
 NEIGHBOURS = 8  # multiprocessors that CTAs after each other lie on, and to which the L2 sends once what all ask for
-HIGH_BANDS, LOW_BANDS = (8, 16), (2, 4)  # rows of tiles that are walked together
+HIGH_BANDS, LOW_BANDS = (8, 16), (1, 2, 4)  # rows of tiles that are walked together
 L2_KEEPS = 25 << 20  # bytes of one side of a GEMM that the L2 of an H200 keeps from one band to the next: half of it
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 

@@ -30,6 +30,7 @@ from envoi.ops.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.ops.gemm.hopper import tune, two_kernels
 from envoi.ops.gemm.hopper.config import MAX_FEW_COLUMNS, Config, Problem, are_few
 from envoi.ops.gemm.hopper.tile_config import TileConfig
+from envoi.ops.gemm.hopper.time_model import have_one_tile
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms
@@ -346,6 +347,15 @@ def _lowered(
     return lower(work.ir, out_dtype, "gluon", whole_rows, tma, pointers, loaded, scattered)
 
 
+def overlaps(call: Call, config: Config) -> bool:
+    """Return True if the GEMM starts before the launch in front of it ends.
+
+    CTAs then start one by one and don't keep step. Where many experts have two tiles of tokens, their weights would be
+    read from memory twice: up to 12 % of the time, where an early start saves 1 to 3 %.
+    """
+    return call.grouping.are_offsets_early and have_one_tile(problem_of(call), config)
+
+
 def launch_gemm(call: Call, config: Config, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
     from envoi.runtime.launch import launch
@@ -357,7 +367,8 @@ def launch_of(call: Call, config: Config, num_sms: int) -> Launch:
     """Return the launch of a call with a config."""
     from envoi.ops.gemm.hopper.kernel import gemm_kernel
 
-    return Launch(gemm_kernel, *arguments(call, config, num_sms), {"num_warps": config.num_warps})
+    options = {"num_warps": config.num_warps, "launch_pdl": overlaps(call, config)}
+    return Launch(gemm_kernel, *arguments(call, config, num_sms), options)
 
 
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
@@ -378,8 +389,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),
-        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.row_mode,
-        max_experts(num_experts, call.grouping.write_tail), UNTRACED,
+        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, overlaps(call, config),
+        call.row_mode, max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
 
 

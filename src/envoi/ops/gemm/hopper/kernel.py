@@ -69,15 +69,16 @@ def worker_registers(is_block_scaled, cfg):
 def gemm_kernel(
     x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
     a_sf, b_sf, M, N, K, num_experts, num_whole_tiles, rest_desc,
-    cfg: gl.constexpr, code: gl.constexpr, IS_BLOCK_SCALED: gl.constexpr, ROW_MODE: gl.constexpr,
+    cfg: gl.constexpr, code: gl.constexpr, IS_BLOCK_SCALED: gl.constexpr, OVERLAP: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
 
     x_desc, y_desc: TMA descriptors of the operands. desc0, desc1: of outputs; desc2, desc3: of epilogue operands; None
-    where there is none. rest_desc: of y in boxes of its second width, or of a narrowed tile's last rows, or None. The
-    other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and `BlockScales`, which document
-    them. They are flat because a launch takes no descriptor within a tuple. trace: see `runtime.timeline_device`.
+    where there is none. rest_desc: of y in boxes of its second width, or of a narrowed tile's last rows, or None.
+    OVERLAP: see `prefill`. The other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and
+    `BlockScales`, which document them. They are flat because a launch takes no descriptor within a tuple. trace: see
+    `runtime.timeline_device`.
     """
     pipeline = Pipeline.create(x_desc, y_desc, rest_desc, code.takes_halves, cfg)
     fence_async_shared()
@@ -88,7 +89,7 @@ def gemm_kernel(
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
     role_barrier()
     producer_args = ProducerArgs(x_desc, y_desc, rest_desc, pipeline, problem, trace)
-    prefill(producer_args)
+    prefill(producer_args, OVERLAP)
     consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, None, trace)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers
     # into run-time values.

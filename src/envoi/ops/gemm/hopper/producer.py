@@ -9,6 +9,7 @@ from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.runtime import timeline
 from envoi.runtime.aggregate import aggregate
+from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.timeline_device import note_begin, note_moment
 
 PRODUCER = gl.constexpr(timeline.PRODUCER)
@@ -51,19 +52,56 @@ def producer(args):
 
 
 @gluon.jit
-def prefill(args):
+def prefill(args, OVERLAP: gl.constexpr):
     """Load the first steps of the CTA's first unit, as many as there are stages; called by all warps, before the roles.
 
     Starting the roles takes about a microsecond; the first loads are under way during it.
+    OVERLAP: this launch starts before the one in front ends; it waits for that end after it has asked for weights. Of
+    what other launches have written, it reads only `offsets` before.
     """
     cfg: gl.constexpr = args.problem.cfg
     scheduler = TileScheduler.create(args.problem)
     u = scheduler.first_unit()
     unit = scheduler.unit(u, gl.cdiv(args.problem.K, cfg.block_k))
     tile = weights_tile(scheduler.tile(unit.tile), args)
-    if u < scheduler.num_units:
-        k_end = gl.minimum(unit.k_end, unit.k_begin + cfg.num_stages)
+    k_end = gl.minimum(unit.k_end, unit.k_begin + cfg.num_stages)
+    if OVERLAP:
+        k_end = gl.where(u < scheduler.num_units, k_end, unit.k_begin)
+        load_operand(args, unit.k_begin, k_end, tile, True)
+        wait_for_grid()
+        let_next_start()
+        load_operand(args, unit.k_begin, k_end, tile, False)
+    elif u < scheduler.num_units:
         load_unit(args, gl.to_tensor(0), unit.k_begin, k_end, tile, True)
+
+
+@gluon.jit
+def load_operand(args, k_begin, k_end, tile, IS_WEIGHTS: gl.constexpr):
+    """Load the weights, or after them the tokens, of steps [k_begin, k_end) of an expert's tile into fresh stages."""
+    cfg: gl.constexpr = args.problem.cfg
+    if has_low_tiles(cfg):
+        if tile.x + cfg.rows_per_consumer < tile.row_end:
+            load_steps_of_operand(args, k_begin, k_end, tile, False, IS_WEIGHTS)
+        else:
+            load_steps_of_operand(args, k_begin, k_end, tile, True, IS_WEIGHTS)
+    else:
+        load_steps_of_operand(args, k_begin, k_end, tile, False, IS_WEIGHTS)
+
+
+@gluon.jit
+def load_steps_of_operand(args, k_begin, k_end, tile, IS_LOW: gl.constexpr, IS_WEIGHTS: gl.constexpr):
+    """Loop of `load_operand`. IS_LOW: as in `load_steps`."""
+    cfg: gl.constexpr = args.problem.cfg
+    pipeline = args.pipeline
+    for k in range(k_begin, k_end):
+        stage = k - k_begin
+        if IS_WEIGHTS:
+            pipeline.expect(args.x_desc, args.y_desc, stage, IS_LOW)
+        if cfg.swap_ab == IS_WEIGHTS:
+            pipeline.load_x(args.x_desc, stage, tile, k * cfg.block_k, IS_LOW)
+        else:
+            full = pipeline.ring.full.index(stage)
+            pipeline.y.load(args.y_desc, args.rest_desc, full, stage, tile, k * cfg.block_k, IS_LOW)
 
 
 @gluon.jit

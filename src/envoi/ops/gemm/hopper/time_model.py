@@ -7,6 +7,8 @@ from envoi.ops.gemm.hopper.config import FEW_TOKENS, NEIGHBOURS, Config, Problem
 from envoi.runtime.devices import H200
 from envoi.runtime.math import cdiv
 
+ONE_TILE = 1.1  # tiles of tokens of an expert in the mean, up to which nearly every one has one
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -24,6 +26,8 @@ class Costs:
     wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
     instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
     reading weights once more, for another tile of few tokens, costs this share of reading them from memory.
+    again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift apart, and
+    the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row of weights.
     stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
     leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
     factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
@@ -53,6 +57,8 @@ class Costs:
     three_step: float = 1.05
     rest: float = 24
     again: float = 0.4
+    again_by_expert: float = 0.1
+    short_rows: float = 1.05
     stored_rows: float = 0.05
     box: float = 50
     narrowed_fp8: float = 3.0
@@ -95,6 +101,11 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     if problem.M <= FEW_TOKENS and not problem.num_groups:
         more = cdiv(problem.M, config.block_m) - 1
         moved += costs.again * more * problem.element_bytes * problem.K * problem.N
+    if _are_few_by_expert(problem):
+        more = _token_tiles(problem, config) - _busy_groups(problem)
+        moved += costs.again_by_expert * more * problem.element_bytes * problem.K * problem.N
+        if config.block_k * problem.element_bytes <= 128:
+            moved *= costs.short_rows
     return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
 
 
@@ -120,7 +131,7 @@ def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
 def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, costs: Costs) -> tuple[float, float]:
     """Return the cycles of a step along K of most tiles, and of those with the last rows of a dense GEMM.
 
-    Rows of a box outside of the matrix are slow to fill with zeros, unless the whole box is outside.
+    Rows of a box outside of the matrix are slow to fill with zeros, also where the whole box is outside.
     """
     row_bytes = config.block_k * problem.element_bytes
     tensor = tensor_cycles(config, row_bytes, costs)
@@ -134,9 +145,10 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     token_tiles = cdiv(problem.M, config.block_m)
     # See `TileScheduler.ending_with_tokens`.
     moved = config.tiles_overlap and token_tiles > 1 and (config.split_k == 1 or tiles < num_sms)
-    if not problem.num_groups and not moved:
+    if not problem.num_groups:
         units = tiles + tiles % num_sms * (config.split_k - 1)
-        lines = -problem.M % box * row_bytes / 128
+        rows = -problem.M % config.block_m
+        lines = (rows // box * box if moved else rows) * row_bytes / 128
         outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
     factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
     added = 0.0
@@ -209,8 +221,12 @@ def _busy_groups(problem: Problem) -> float:
 def _token_tiles(problem: Problem, config: Config) -> float:
     """Return the tiles along the tokens, of all experts."""
     groups = max(1, problem.num_groups)
-    tiles = groups * _tiles_of_group(problem, config, cdiv(problem.M, groups))
-    return tiles if problem.scaled else tiles * _busy_groups(problem) / groups
+    return groups * _tiles_of_group(problem, config, problem.M / groups)
+
+
+def have_one_tile(problem: Problem, config: Config) -> bool:
+    """Return True if nearly every expert that has tokens has one tile of them; False for a plain GEMM."""
+    return problem.num_groups > 0 and _token_tiles(problem, config) <= ONE_TILE * _busy_groups(problem)
 
 
 def _shares_weights(problem: Problem) -> bool:
@@ -221,10 +237,15 @@ def _shares_weights(problem: Problem) -> bool:
     return problem.element_bytes == 2 and problem.M > FEW_TOKENS * problem.num_groups > 0
 
 
-def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
-    """Return the tiles along an expert's tokens: where it makes a difference the mean over routing at random."""
-    if not problem.num_groups or not (problem.scaled or _shares_weights(problem)):
-        return cdiv(tokens, config.block_m)
+def _are_few_by_expert(problem: Problem) -> bool:
+    """Return True if experts have few tokens, so that reading weights bounds the time; not with scales along K."""
+    return 0 < problem.M <= FEW_TOKENS * problem.num_groups and not problem.scaled
+
+
+def _tiles_of_group(problem: Problem, config: Config, tokens: float) -> float:
+    """Return the tiles along an expert's `tokens`, in the mean over routing at random; of a plain GEMM along all."""
+    if not problem.num_groups:
+        return cdiv(problem.M, config.block_m)
     return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)
 
 

@@ -114,10 +114,10 @@ def _regret(problem: Problem, config: Config, code: Lowered, num_sms: int) -> fl
 def rounded(problem: Problem) -> Problem:
     """Return a problem with the most tokens for which the model prefers the same config: the model takes milliseconds.
 
-    It sees only whole tokens of an expert, in tiles of eights unless their number varies with the routing (`scaled`),
-    and how many experts have tokens: of fewer tokens the next power of two is enough.
+    It sees only whole tokens of an expert, in tiles of eights in a plain GEMM, and how many experts have tokens: of
+    fewer tokens the next power of two is enough.
     """
-    groups, step = max(1, problem.num_groups), 1 if problem.num_groups and problem.scaled else 8
+    groups, step = max(1, problem.num_groups), 1 if problem.num_groups else 8
     if problem.num_groups and groups * step > problem.M:
         return dataclasses.replace(problem, M=min(next_power_of_2(problem.M), groups * step))
     return dataclasses.replace(problem, M=groups * step * cdiv(problem.M, groups * step))

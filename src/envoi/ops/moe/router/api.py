@@ -20,10 +20,10 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def _given(
     tokens, gate, k, alpha=None, *, rule=DEFAULT_RULE, logit_bias=None, expert_bias=None, token_ids=None,
-    hash_table=None, return_logits=False, return_dense=False, return_counts=False,
+    hash_table=None, return_logits=False, return_dense=False, return_counts=False, weights_dtype=torch.float32,
 ):  # fmt: skip
     scale = exactly(rule.routed_scale) if type(rule) is Rule else None
-    constants = exactly(k), exactly(alpha), rule, scale, return_logits, return_dense, return_counts
+    constants = exactly(k), exactly(alpha), rule, scale, return_logits, return_dense, return_counts, weights_dtype
     return constants, (tokens, gate, logit_bias, expert_bias, token_ids, hash_table)
 
 
@@ -32,10 +32,10 @@ def route(
     tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float | None = None, *,
     rule: Rule | str = DEFAULT_RULE, logit_bias: torch.Tensor | None = None, expert_bias: torch.Tensor | None = None,
     token_ids: torch.Tensor | None = None, hash_table: torch.Tensor | None = None, return_logits: bool = False,
-    return_dense: bool = False, return_counts: bool = False, out: Routing | None = None,
-    workspace: torch.Tensor | None = None, num_sms: int | None = None,
+    return_dense: bool = False, return_counts: bool = False, weights_dtype: torch.dtype = torch.float32,
+    out: Routing | None = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
 ) -> Routing:  # fmt: skip
-    """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
+    """Choose k experts for each token: GEMM, score, selection and weights in one operator.
 
     tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
     k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
@@ -52,11 +52,14 @@ def route(
     out, workspace, num_sms: as in `envoi.gemm`.
     return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
         and `expert_offsets`).
+    weights_dtype: float32, bf16 or fp16, of the fields topk_weights and dense; each weight is rounded once, to nearest.
+        An fp16 weight beyond 65504, which only unscaled logits or a large routed_scale give, is infinite.
 
     Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
     batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
-    On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
-    other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
+    On a GPU it is one kernel. On Hopper bf16 or fp16 tokens with a gate of the same dtype have a kernel of their own,
+    many tokens of many experts two, which overlap; float32, mixed dtypes and other GPUs run on a Triton kernel, rules
+    of more than 32 groups and CPUs on the torch reference.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
     of a router that no Rule describes. A token id outside the table, or an id in it that isn't from -1 to N - 1, is a
     ValueError too where the reference runs; kernels, whose values the host doesn't see, give that slot id -1 and
@@ -66,12 +69,12 @@ def route(
     tokens, token_ids = _rows(tokens, token_ids)
     chosen, alpha = check_arguments(
         tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
-        return_counts,
+        return_counts, weights_dtype,
     )  # fmt: skip
     outputs = _route(
         tokens, gate, k, alpha, chosen.score, chosen.num_groups, chosen.num_topk_groups,
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
-        hash_table, return_logits, return_dense, return_counts,
+        hash_table, return_logits, return_dense, return_counts, weights_dtype,
     )  # fmt: skip
     wanted = ("logits",) * return_logits + ("dense",) * return_dense
     wanted += ("num_tokens_per_expert", "expert_offsets") * return_counts
@@ -115,7 +118,7 @@ def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
 
 def check_arguments(
     tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
-    return_counts,
+    return_counts, weights_dtype=torch.float32,
 ) -> tuple[Rule, float]:  # fmt: skip
     """Return rule and alpha, those of a model's name too; raise ValueError unless all are as `route` takes them."""
     usual = 1.0
@@ -126,6 +129,8 @@ def check_arguments(
     expect_bool("return_logits", return_logits)
     expect_bool("return_dense", return_dense)
     expect_bool("return_counts", return_counts)
+    if weights_dtype not in FLOATS:
+        raise ValueError(f"weights_dtype: expected torch.bfloat16, float16 or float32, got {weights_dtype!r}")
     return rule, usual if alpha is None else float(expect_float32("alpha", alpha))
 
 
@@ -159,16 +164,16 @@ def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, ha
 
 
 def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, group_score, renormalize, routed_scale,
-                logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
-                return_counts):  # fmt: skip
+                logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense, return_counts,
+                weights_dtype):  # fmt: skip
     num_tokens, num_experts = tokens.shape[0], gate.shape[0]
     outputs = [
-        tokens.new_empty(num_tokens, k, dtype=torch.float32),
+        tokens.new_empty(num_tokens, k, dtype=weights_dtype),
         tokens.new_empty(num_tokens, k, dtype=torch.int32),
     ]
-    for wanted in (return_logits, return_dense):
+    for wanted, dtype in ((return_logits, torch.float32), (return_dense, weights_dtype)):
         if wanted:
-            outputs.append(tokens.new_empty(num_tokens, num_experts, dtype=torch.float32))
+            outputs.append(tokens.new_empty(num_tokens, num_experts, dtype=dtype))
     if return_counts:
         outputs.append(tokens.new_empty(num_experts, dtype=torch.int32))
         outputs.append(tokens.new_empty(num_experts + 1, dtype=torch.int32))
@@ -184,7 +189,7 @@ def _route(
     tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float, score: str, num_groups: int, num_topk_groups: int,
     group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
     expert_bias: torch.Tensor | None, token_ids: torch.Tensor | None, hash_table: torch.Tensor | None,
-    return_logits: bool, return_dense: bool, return_counts: bool,
+    return_logits: bool, return_dense: bool, return_counts: bool, weights_dtype: torch.dtype,
 ) -> list[torch.Tensor]:  # fmt: skip
     rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
     num_experts = gate.shape[0]
@@ -192,7 +197,7 @@ def _route(
         wanted = return_logits, return_dense, return_counts
         spec = host.spec_of(num_experts, k, rule, logit_bias, expert_bias, token_ids is not None, wanted)
         tables = logit_bias, expert_bias, token_ids, hash_table
-        return host.run_router(host.Call(tokens, gate, spec, alpha, routed_scale, *tables))
+        return host.run_router(host.Call(tokens, gate, spec, alpha, routed_scale, *tables, weights_dtype))
     logits = reference.router_logits(tokens, gate, alpha, logit_bias)
     if token_ids is None or hash_table is None:
         weights, ids = reference.select(logits, k, rule, expert_bias)
@@ -201,6 +206,7 @@ def _route(
         chosen = chosen.masked_fill(~logits.isfinite().gather(1, chosen.clamp(min=0)), -1)
         weights = reference.weigh(logits, reference.scores(logits, rule), chosen, rule)
         ids = chosen.to(torch.int32)
+    weights = weights.to(weights_dtype)
     outputs = [weights, ids]
     if return_logits:
         outputs.append(logits)

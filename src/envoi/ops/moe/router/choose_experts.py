@@ -10,7 +10,7 @@ for each row:
 import triton
 import triton.language as tl
 
-from envoi.epilogues.device import INF, INTERPRETED, divide, plus
+from envoi.epilogues.device import INF, INTERPRETED, bf16, divide, plus
 from envoi.ops.moe.router.device_types import Biases, Chosen, Softmax
 from envoi.ops.moe.router.selection import (
     as_in,
@@ -64,6 +64,15 @@ def weigh(ids, logits, softmax, routed_scale, spec: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, at):
+    """Round float32 to the dtype that pointers point to, to nearest even."""
+    if at.dtype.element_ty == tl.bfloat16:
+        return bf16(x)
+    else:
+        return x.to(at.dtype.element_ty)
+
+
+@triton.jit
 def store_dense(dense, weights, chosen, rows, columns, k, spec: tl.constexpr):
     """Store each row's weights at its experts' columns and zeros elsewhere: dense [M, N]."""
     all = (columns + (rows * 0)[:, None]).to(tl.float32) * 0.0
@@ -72,7 +81,7 @@ def store_dense(dense, weights, chosen, rows, columns, k, spec: tl.constexpr):
         weight = as_in(at_column(weights, chosen.slots == r), rows, spec)
         all = tl.where(columns == id[:, None], weight[:, None], all)
     at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
-    tl.store(dense + at, all, mask=(rows >= 0)[:, None] & (columns < spec.num_experts))
+    tl.store(dense + at, rounded(all, dense), mask=(rows >= 0)[:, None] & (columns < spec.num_experts))
 
 
 @triton.jit
@@ -149,7 +158,7 @@ def store_rows(logits, chosen, rows, softmax, columns, args, spec: tl.constexpr)
     mask = (slot_rows >= 0)[:, None] & (found < spec.k)
     at = slot_rows.to(tl.int64)[:, None] * spec.k + found
     tl.store(outputs.ids + at, ids, mask=mask)
-    tl.store(outputs.weights + at, weights, mask=mask)
+    tl.store(outputs.weights + at, rounded(weights, outputs.weights), mask=mask)
     if spec.want_counts:
         tl.atomic_add(outputs.histogram + ids, ids * 0 + 1, mask=mask & (ids >= 0), sem="relaxed")
     if spec.want_dense:

@@ -1,16 +1,27 @@
 """Choice of the Hopper router's launches among the tilings worth comparing, by a model of time.
 
-A call is one launch, or several one after the other, each with some of the rows and a tiling of its own:
-10817 tokens of 256 experts are 170 tiles for 132 multiprocessors; two launches of 132 and of 38 tiles, the latter cut
-finer, take less time than two rounds of one launch do.
+A call is one launch, or several one after the other, each with some of the rows and a tiling of its own: 8600 tokens
+of 256 experts are 135 tiles for 132 multiprocessors; two launches of 132 and of 3 tiles, the latter cut finer, take
+less time than two rounds of one launch do. Or it is two launches that overlap: one that only multiplies, and one that
+chooses the experts of rows as they are stored.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from envoi.ops.moe.router.spec import Spec, block_sum
-from envoi.ops.moe.router.tiling import FEW_SIGNALS, MAX_SIGNALS, MAX_WIDTH, TILE, Cut, RouterTiling, make, two_widths
+from envoi.ops.moe.router.tiling import (
+    FEW_SIGNALS,
+    MAX_SIGNALS,
+    MAX_WIDTH,
+    TILE,
+    Cut,
+    RouterTiling,
+    choice_of,
+    make,
+    two_widths,
+)
 from envoi.runtime.devices import H200
 from envoi.runtime.math import next_power_of_2
 
@@ -22,6 +33,9 @@ WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # warps -> block_n for which a b
 TURN_COLUMNS = 256  # columns of a turn, whose logits of 64 rows shared memory holds beside four stages
 CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed again
 CACHED_SUMS_BYTES = 20e6  # the same of tokens and sums of parts along K together: sums are written first
+APART_WIDTHS = (96, 128, 144, 160, 192)  # columns of tiles that only multiply: a power of two, or the sum of two
+APART_ROWS, APART_EXPERTS = 1024, 129  # least rows and experts for them; fewer weren't measured
+WORTH_APART = 0.92  # of the cycles of other launches, which they have to stay below: twice the models' error
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
 
@@ -37,7 +51,12 @@ class Share:
 @cache
 def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Share, ...]:
     """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all."""
-    return _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)[1]
+    cycles, shares = _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)
+    for tiling in apart_candidates(M, hidden, spec, num_sms):
+        of_two = predicted_cycles(M, hidden, spec, tiling, num_sms) / WORTH_APART
+        if of_two < cycles:
+            cycles, shares = of_two, (Share(M, tiling),)
+    return shares
 
 
 @cache
@@ -138,6 +157,21 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
                     yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
 
 
+def apart_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """Yield tilings that only multiply, for rows whose experts are chosen by a launch of its own: 64 rows or 128.
+
+    Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts.
+    """
+    if M < APART_ROWS or spec.num_experts < APART_EXPERTS:
+        return
+    num_blocks = -(-hidden // block_sum(hidden))
+    for tile in (TILE, 2 * TILE):
+        for width in {-(-spec.num_experts // width): width for width in reversed(APART_WIDTHS)}.values():
+            block_n = 1 << (width.bit_length() - 1)
+            cut = Cut(tile // 16, block_n, num_blocks, tile, tile=tile, rest_n=width - block_n, apart=True)
+            yield make(M, hidden, spec, cut, num_sms)
+
+
 # Model of the GPU time that a tiling takes
 
 
@@ -154,6 +188,11 @@ class Costs:
     the best of each is found after that of the one before. l2_bytes: loaded by a multiprocessor per cycle; less than a
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
+
+    Of products and choice in two launches. apart_start: of a round of the first. l2_alone: `l2_bytes` at most, if the
+    others load little. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of all
+    rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice that the
+    last of many rounds hides.
     """
 
     start: float = 1500.0
@@ -168,19 +207,30 @@ class Costs:
     l2_bytes: float = 65.0
     sum_bytes: float = 20.0
     wide: float = 1.2
+    apart_start: float = 1240.0
+    l2_alone: float = 90.0
+    choice_start: float = 4750.0
+    logit: float = 0.0245
+    row_group: float = 30.0
+    hidden: float = 0.35
 
 
 COSTS = Costs()
+SCORE_ROUNDS = {"sigmoid": 5, "sqrt_softplus": 15}  # as many rounds of the choice take as long as a score
 
 
 def predicted_cycles(
     M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms: int, costs: Costs = COSTS
 ) -> float:  # fmt: skip
-    """Estimate the cycles of a launch: loading and multiplying, then exchanging sums and choosing.
+    """Estimate the cycles of a launch, or of the two of a tiling that only multiplies.
+
+    Loading and multiplying, then exchanging sums and choosing.
 
     Loads and products hide each other, unless they are about equally long; not at all if one role does first all of the
     former and then the latter.
     """
+    if tiling.apart:
+        return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
     loads = max(_load_cycles(hidden, spec, tiling, costs), _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
@@ -233,5 +283,23 @@ def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs) -> float:
     elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
     idle = max(0, tiling.num_warps - tiling.rows_per_pass)
-    each = costs.choose + groups * costs.group + elements * (spec.k + 12) * costs.element
+    rounds = spec.k + 12 + 3 * max(0, spec.k - 10)  # of more experts, more rows are uncertain: up to 1.35 times as long
+    each = costs.choose + groups * costs.group + elements * rounds * costs.element
     return passes * each + idle * costs.idle
+
+
+def _apart_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms: int, costs: Costs) -> float:
+    """Return the cycles of a launch that only multiplies and one that chooses experts, in part at the same time."""
+    ctas = -(-M // tiling.rows_per_cta) * tiling.parts
+    waves = -(-ctas // num_sms)
+    l2_bytes = min(costs.l2_alone, costs.l2_bytes * num_sms * waves / ctas)
+    loads = _load_cycles(hidden, spec, tiling, replace(costs, l2_bytes=l2_bytes))
+    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
+    both = (loads**3 + _product_cycles(hidden, tiling, costs) ** 3) ** (1 / 3)
+    stores = 4 * tiling.rows_per_cta * tiling.width / costs.sum_bytes
+    products = costs.cta * min(ctas, num_sms) + waves * (costs.apart_start + both + stores)
+    groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
+    rounds = spec.k + 12 + SCORE_ROUNDS.get(spec.rule.score, 0) * spec.by_score
+    choice = M / num_sms * (choice_of(tiling, spec).width * rounds * costs.logit + groups * costs.row_group)
+    hidden_part = costs.hidden * (1 - 1 / waves) if "maxnreg" in tiling.options else 0.0
+    return products + costs.choice_start + choice * (1 - hidden_part)

@@ -7,19 +7,21 @@ import torch
 
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
-from envoi.ops.moe.router.spec import Rule, Spec
-from envoi.ops.moe.router.tiling import RouterTiling
+from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
+from envoi.ops.moe.router.tiling import RouterTiling, choice_of
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
-BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # scores applied after top-k: experts are ranked by logits
 
 
 @dataclass(frozen=True)
 class Call:
-    """Inputs of a launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M], hash_table [vocabulary, k]."""
+    """Inputs of a launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M], hash_table [vocabulary, k].
+
+    weights_dtype: dtype of the outputs weights and dense.
+    """
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -30,6 +32,7 @@ class Call:
     expert_bias: torch.Tensor | None
     token_ids: torch.Tensor | None
     hash_table: torch.Tensor | None
+    weights_dtype: torch.dtype = torch.float32
 
 
 def spec_of(
@@ -37,7 +40,7 @@ def spec_of(
 ) -> Spec:
     """Return the constants that the kernels are compiled for. wanted: logits, dense, counts."""
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
-    by_score = not hashed and rule.score not in BEFORE and (expert_bias is not None or sums)
+    by_score = not hashed and rule.score not in RANKED_BY_LOGITS and (expert_bias is not None or sums)
     return Spec(
         num_experts, k, replace(rule, routed_scale=1.0), by_score, logit_bias is not None,
         expert_bias is not None and not hashed, hashed, *wanted,
@@ -73,10 +76,10 @@ def empty_outputs(call: Call) -> dict[str, Any]:
     M, spec, new = call.tokens.shape[0], call.spec, call.tokens.new_empty
     N = spec.num_experts
     return {
-        "weights": new(M, spec.k, dtype=torch.float32),
+        "weights": new(M, spec.k, dtype=call.weights_dtype),
         "ids": new(M, spec.k, dtype=torch.int32),
         "logits": new(M, N, dtype=torch.float32) if spec.want_logits else None,
-        "dense": new(M, N, dtype=torch.float32) if spec.want_dense else None,
+        "dense": new(M, N, dtype=call.weights_dtype) if spec.want_dense else None,
         "counts": (new(N, dtype=torch.int32), new(N + 1, dtype=torch.int32)) if spec.want_counts else None,
     }
 
@@ -123,19 +126,19 @@ def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:
 
 
 def _run_hopper(call: Call, outputs: dict[str, Any], tiling: RouterTiling | None = None) -> None:
-    from envoi.ops.moe.router import kernel_hopper
     from envoi.runtime.launch import launch
 
-    for grid, arguments, options in hopper_launches(call, outputs, num_sms(call.tokens.device), tiling):
-        launch(kernel_hopper.router_kernel, grid, arguments, options)
+    for given in hopper_launches(call, outputs, num_sms(call.tokens.device), tiling):
+        launch(*given)
 
 
 def hopper_launches(
     call: Call, outputs: dict[str, Any], num_sms: int, tiling: RouterTiling | None = None
-) -> list[tuple[tuple[int], tuple, dict[str, Any]]]:
-    """Return grid, arguments and options of the launches of the Hopper kernel: usually one; each has some of the rows.
+) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:
+    """Return kernel, grid, arguments and options of the launches: usually one; each has some of the rows.
 
-    They run one after the other and share the workspace. All add to one histogram; the last stores the counts.
+    Of rows that are only multiplied, a second launch chooses the experts. Launches run one after the other and share
+    the workspace. All add to one histogram; the last stores the counts.
     """
     spec, device = replace(call.spec, gluon=True), call.tokens.device
     M, hidden = call.tokens.shape
@@ -150,14 +153,15 @@ def hopper_launches(
         rows, first = slice(first, first + share.num_rows), first + share.num_rows
         some = (call, outputs) if len(shares) == 1 else _of_rows(call, outputs, rows)
         met = counters if _num_met(share) else None
-        found.append(_hopper_arguments(*some, share.tiling, met, counted))
+        found += _launches_of(*some, share.tiling, met, counted)
     return found
 
 
 def _num_met(share: Share) -> int:
     """Return the number of counters by which the parts of the same rows wait for each other."""
     tiling = share.tiling
-    return 2 * -(-share.num_rows // tiling.rows_per_cta) if tiling.parts > 1 and not tiling.polls_sums else 0
+    counted = tiling.apart or (tiling.parts > 1 and not tiling.polls_sums)
+    return 2 * -(-share.num_rows // tiling.rows_per_cta) if counted else 0
 
 
 def _of_rows(call: Call, outputs: dict[str, Any], rows: slice) -> tuple[Call, dict[str, Any]]:
@@ -168,28 +172,42 @@ def _of_rows(call: Call, outputs: dict[str, Any], rows: slice) -> tuple[Call, di
     return some, {**parts, "counts": outputs["counts"] if rows.stop == call.tokens.shape[0] else None}
 
 
-def _hopper_arguments(
+def _launches_of(
     call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None
-) -> tuple[tuple[int], tuple, dict[str, Any]]:
-    """Return grid, arguments and options of one launch. met: its counters. counted: one more, and the histogram."""
+) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:
+    """Return the launches of some rows. met: their counters. counted: one more, and the histogram."""
+    from envoi.ops.moe.router import kernel_hopper, kernel_hopper_choice
+
     spec, (M, hidden), device = call.spec, call.tokens.shape, call.tokens.device
     row_blocks = -(-M // tiling.rows_per_cta)
     sums = None
     if tiling.polls_sums:
         sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
-    elif tiling.parts > 1:
+    elif tiling.parts > 1 or tiling.apart:
         num_sums = tiling.num_sets * row_blocks * tiling.tile * tiling.columns
         sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     counts, offsets = outputs["counts"] or (None, None)
     counter = None if counts is None else counted
-    arguments = (
+    operands = (
         descriptor(call.tokens, tiling.box_m, tiling.block_k),
-        descriptor(call.gate, tiling.box_n, tiling.block_k), M, hidden,
-        call.alpha, call.routed_scale, spec.k, *_tables(call),
-        outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
-        counter, sums, met, tiling, spec,
+        descriptor(call.gate, tiling.box_n, tiling.block_k),
+    )
+    routing = (
+        call.alpha, call.routed_scale, spec.k, *_tables(call), outputs["weights"], outputs["ids"], outputs["logits"],
+        outputs["dense"], _from(counted, 1), counts, offsets, counter,
     )  # fmt: skip
-    options: dict[str, Any] = {"num_warps": tiling.num_warps, "launch_pdl": True}
+    grid = (row_blocks * tiling.parts,)
+    options = tiling.options
+    if tiling.apart:
+        choice, nothing = choice_of(tiling, spec), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
+        products = *operands, M, hidden, *nothing, sums, met, tiling, Spec(spec.num_experts, 1, Rule(), gluon=True)
+        return [
+            (kernel_hopper.router_kernel, grid, products, options),
+            (kernel_hopper_choice.choice_kernel, (-(-M // choice.rows_per_pass),),
+             (sums, met, M, tiling.rows_per_cta, tiling.parts, *routing, choice, spec),
+             choice.options),
+        ]  # fmt: skip
     if tiling.all_parts_wait:
         options["launch_cooperative_grid"] = True
-    return (row_blocks * tiling.parts,), arguments, options
+    arguments = *operands, M, hidden, *routing, sums, met, tiling, spec
+    return [(kernel_hopper.router_kernel, grid, arguments, options)]

@@ -21,6 +21,9 @@ wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the o
 are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
 for bit.
 
+If experts are chosen by a launch of its own, CTAs only multiply, store their sums and count their arrival; the rest is
+`kernel_hopper_choice`.
+
 Columns that aren't a power of two, such as 160, may be multiplied by two accumulators, 128 + 32, whose wgmma read the
 same stage of tokens. Their gate is y and z in shared memory, and so are their logits in the end.
 
@@ -162,7 +165,7 @@ def store_partial(x, sums, set, m, n, problem):
     rows = m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
     columns = n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = sums + (set * padded_rows(problem) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
-    if tiling.polls_sums:
+    if tiling.polls_sums or tiling.apart:
         mask = (rows < problem.num_tokens)[:, None] & (columns < problem.spec.num_experts)[None, :]
         gl.store(at, x + 0.0, mask=mask)
     else:
@@ -173,7 +176,7 @@ def store_partial(x, sums, set, m, n, problem):
 def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
     tiling: gl.constexpr = problem.tiling
-    if tiling.polls_sums:
+    if tiling.polls_sums or tiling.apart:
         return problem.num_tokens
     else:
         return gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile
@@ -272,7 +275,7 @@ def accumulate(stages, sums, problem):
             totals, step = multiply_blocks(stages, step, part, sums, problem)
             logits_buffer(stages, tiling.tile).index(board_of(turn, tiling)).store(totals[0])
     totals, step = multiply_blocks(stages, step, part, sums, problem)
-    if tiling.parts == 1:
+    if tiling.parts == 1 and not tiling.apart:
         if tiling.rest_n > 0:
             left, right = both_buffers(stages, tiling.tile)
             left.index(0).store(totals[0])
@@ -360,17 +363,28 @@ def route_share(biases, args):
 
 @gluon.jit
 def consumer(args):
-    """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
-    totals = args.totals
+    """Multiply a tile, then choose the experts of a share of its rows, unless a launch of its own does."""
     tiling: gl.constexpr = args.problem.tiling
     spec: gl.constexpr = args.problem.spec
-    biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
-    accumulate(args.stages, args.exchange.sums, args.problem)
-    route_share(biases, args)
+    if tiling.apart:
+        accumulate(args.stages, args.exchange.sums, args.problem)
+        role_barrier()
+        block = gl.program_id(0) // tiling.parts
+        gl.atomic_add(args.exchange.counters + 2 * block, 1, sem="release", scope="gpu")
+    else:
+        biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
+        accumulate(args.stages, args.exchange.sums, args.problem)
+        route_share(biases, args)
+        finish_counts(args.routing.outputs.histogram, args.totals, spec)
+
+
+@gluon.jit
+def finish_counts(histogram, totals, spec: gl.constexpr):
+    """Store the counts if they are wanted and this is the last CTA of all."""
     if totals.counter is not None:
         if arrive(totals.counter, gl.num_programs(0)):
             experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-            store_counts(args.routing.outputs.histogram, totals.counts, totals.offsets, experts, spec)
+            store_counts(histogram, totals.counts, totals.offsets, experts, spec)
 
 
 @gluon.jit

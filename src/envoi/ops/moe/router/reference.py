@@ -2,7 +2,7 @@
 
     for each token m:
         logits  = alpha * tokens[m] @ gate.T + logit_bias                        float32
-        score   = softmax | sigmoid | sqrt(softplus) of the logits
+        score   = softmax | sigmoid | sqrt(softplus) of the logits, or the logits themselves
         key     = score + expert_bias                                            selection only
         keep the num_topk_groups best groups of experts, by the max or by the sum of the two best keys
         ids     = the k best keys; a tie goes to the smaller id                  (or hash_table[token_ids[m]])
@@ -18,7 +18,7 @@ that a saturated score can't tie experts with different logits.
 import torch
 
 from envoi.ops.gemm.reference import accumulate
-from envoi.ops.moe.router.spec import Rule
+from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule
 
 EPS = 1e-20  # keeps a sum of underflowed weights from dividing by zero
 
@@ -64,6 +64,8 @@ def scores(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
         return _finite_softmax(logits.masked_fill(~finite, -torch.inf))
     if rule.score == "sqrt_softplus":
         score = (logits.clamp(min=0) + (-logits.abs()).exp().log1p()).sqrt()  # exp can't overflow
+    elif rule.score == "identity":
+        score = logits
     else:
         score = _sigmoid(logits)
     return score.masked_fill(~finite, 0.0)
@@ -74,8 +76,7 @@ def selection_key(
 ) -> torch.Tensor:
     """Compute the keys [M, N] by which experts are ranked; -inf for an expert that can't be chosen."""
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
-    before = rule.score in ("softmax_over_topk", "sigmoid_of_topk")  # these rank by logits, whatever is added
-    key = logits if before or (expert_bias is None and not sums) else score
+    key = logits if rule.score in RANKED_BY_LOGITS or (expert_bias is None and not sums) else score
     if expert_bias is not None:
         key = key + expert_bias.to(key.dtype)
     return key.masked_fill(~(logits.isfinite() & key.isfinite()), -torch.inf)

@@ -17,7 +17,7 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from envoi.epilogues.device import INF, INTERPRETED, divide, in_order, sigmoid
+from envoi.epilogues.device import INF, INTERPRETED, divide, exp, in_order, sigmoid
 from envoi.ops.moe.router.device_types import Chosen
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
@@ -26,6 +26,11 @@ NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # greater than any column
 # exact one by 2.3u; with a bias each key is rounded once more, by u of its size, which is at most that of the row's
 # largest and the reach. So two keys err by 12u + 4u (largest + 2): 20u (1 + largest / 5).
 TOLERANCE: tl.constexpr = tl.constexpr(1.2e-6)
+# The same of sqrt(softplus) of logits up to MOST_ROOTED, whose scores are at most 8. `fast_root_softplus` errs by up to
+# 6.7e-7 where the softplus is small, since the logarithm errs by 3.3e-7, and by 1.3e-6 at 8, the exact score by 1.2e-6.
+# So two keys err by 5.4e-6 at most, and by the rounding of their sums with a bias.
+ROOT_TOLERANCE: tl.constexpr = tl.constexpr(1e-5)
+MOST_ROOTED: tl.constexpr = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -69,7 +74,9 @@ def root(x):
 @triton.jit
 def score_of(logits, spec: tl.constexpr):
     """Compute elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
-    if spec.rule.score == "sqrt_softplus":
+    if spec.rule.score == "identity":
+        return logits
+    elif spec.rule.score == "sqrt_softplus":
         return root(tl.maximum(logits, 0.0) + log1p(exponential(-tl.abs(logits))))
     elif spec.rule.score == "sigmoid" or spec.rule.score == "sigmoid_of_topk":
         small = exponential(-tl.abs(logits))
@@ -104,8 +111,24 @@ def fast_score(logits, spec: tl.constexpr):
     """Compute `score_of` to within TOLERANCE, if that saves much time."""
     if spec.rule.score == "sigmoid":
         return sigmoid(logits)
+    elif spec.rule.score == "sqrt_softplus" and not INTERPRETED:
+        return fast_root_softplus(logits)
     else:
         return score_of(logits, spec)
+
+
+@triton.jit
+def fast_root_softplus(x):
+    """Compute sqrt(log(1 + e^x)) to within half of ROOT_TOLERANCE, for x up to MOST_ROOTED."""
+    small = exp(-tl.abs(x))
+    series = tl.fma(small, tl.fma(small, tl.fma(small, tl.fma(small, 0.2, -0.25), 0.33333333), -0.5), 1.0) * small
+    log2 = tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [small + 1.0], tl.float32, is_pure=True, pack=1
+    )
+    softplus = tl.maximum(x, 0.0) + tl.where(small < 0.0625, series, log2 * 0.69314718)
+    return tl.inline_asm_elementwise(
+        "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [softplus], tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -230,9 +253,15 @@ def selection_key(logits, softmax, expert_bias, FAST: tl.constexpr, spec: tl.con
 @triton.constexpr_function
 def reach(spec):
     """Return the distance below the largest key within which packed keys differ; a power of two."""
-    if spec.by_score and spec.rule.score in ("sigmoid", "softmax"):
-        return 2.0 if spec.rule.score == "sigmoid" else 1.0
-    return 32.0
+    reaches = {"softmax": 1.0, "sigmoid": 2.0, "sqrt_softplus": 8.0}
+    return reaches[spec.rule.score] if spec.by_score else 32.0
+
+
+@triton.constexpr_function
+def tolerance_of(spec):
+    """Return the tolerance of fast keys: TOLERANCE, ROOT_TOLERANCE, or 0 for keys that are exact."""
+    tolerances = {"sigmoid": TOLERANCE.value, "sqrt_softplus": ROOT_TOLERANCE.value}
+    return tolerances.get(spec.rule.score, 0.0) if spec.by_score else 0.0
 
 
 @triton.constexpr_function
@@ -323,7 +352,7 @@ def choose_best(ranks, columns, found, k, spec: tl.constexpr):
 def choose_fast(logits, softmax, positions, expert_bias, k, spec: tl.constexpr):
     """Choose each row's experts by packed keys: Chosen, and which rows [R] are certain."""
     columns = positions.columns
-    tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
+    tolerance: tl.constexpr = tolerance_of(spec)
     key = selection_key(logits, softmax, expert_bias, True, spec)
     key = barred(key, logits)
     if not spec.has_expert_bias:
@@ -331,9 +360,12 @@ def choose_fast(logits, softmax, positions, expert_bias, k, spec: tl.constexpr):
     if spec.rule.num_groups > 1:
         key, largest, sure = best_groups(key, columns, positions.groups, tolerance, spec)
         chosen, certain = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
-        return chosen, certain & sure
+        certain &= sure
     else:
-        return choose_packed(key, tl.max(key, 1), columns, positions.slots, k, tolerance, spec)
+        chosen, certain = choose_packed(key, tl.max(key, 1), columns, positions.slots, k, tolerance, spec)
+    if spec.by_score and spec.rule.score == "sqrt_softplus":
+        certain &= tl.max(tl.where(columns < spec.num_experts, logits, 0.0), 1) <= MOST_ROOTED
+    return chosen, certain
 
 
 @triton.jit

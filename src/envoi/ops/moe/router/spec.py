@@ -7,7 +7,8 @@ from envoi.constant import Constant
 from envoi.runtime.math import next_power_of_2
 
 MAX_BLOCK = 1024
-SCORES = ("softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk")
+RANKED_BY_LOGITS = ("softmax_over_topk", "sigmoid_of_topk", "identity")  # whatever is added for selection
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", *RANKED_BY_LOGITS)
 GROUP_SCORES = ("max", "top2_sum")
 
 
@@ -16,7 +17,8 @@ class Rule:
     """Rule that turns scores into a selection and weights; `envoi.ops.moe.router.reference` has the order of the steps.
 
     score: "softmax" over all experts, "sigmoid", "sqrt_softplus" = sqrt(log(1 + e^x)); or top-k on the logits, then
-        "softmax_over_topk" (softmax over the k) or "sigmoid_of_topk".
+        "softmax_over_topk" (softmax over the k), "sigmoid_of_topk" or "identity" (the logits themselves are the
+        weights; only with renormalize=False, since they may add up to 0).
     num_groups, num_topk_groups: experts are cut into equal groups by id and only the best ones compete; 1 = no groups.
     group_score: a group's score is its best key ("max") or the sum of its two best ("top2_sum").
     renormalize: divide the k weights by (their sum + 1e-20), as DeepSeek-V3, GLM and Kimi do. They add up to 1 unless
@@ -40,6 +42,8 @@ class Rule:
         expect_float32("rule.routed_scale", self.routed_scale)
         if not isinstance(self.renormalize, bool):
             raise ValueError(f"rule.renormalize: expected True or False, got {describe(self.renormalize)}")
+        if self.score == "identity" and self.renormalize:
+            raise ValueError("rule.renormalize: expected False for 'identity', whose weights may add up to 0, got True")
 
     def check_num_experts(self, num_experts: int, k: int) -> None:
         """Raise ValueError unless the groups divide the experts and k experts are left in the kept groups."""

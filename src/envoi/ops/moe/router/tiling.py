@@ -1,6 +1,7 @@
 """Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from envoi.constant import Constant
 from envoi.ops.moe.router.spec import Spec, block_sum
@@ -16,6 +17,11 @@ FEW_SIGNALS = 1 << 18  # and if many are: an uncertain row then sends all of the
 FEW_ROWS, FEW_SCORED_ROWS = 16, 8  # few rows; by scores more of them are uncertain
 TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widths
 FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
+OTHER_REGISTERS, PRODUCER_REGISTERS = 40, 40  # of a thread besides sums; of the producer
+MOST_REGISTERS = 136  # of a thread that multiplies, if a CTA that chooses has to have room beside it
+CHOICE_REGISTERS, MANY_CHOICE_REGISTERS = 104, 128  # of a thread; for up to 512 columns, for more
+CHOICE_BYTES = 4096  # of shared memory for two such CTAs
+CHOICE_WARPS = 4  # of a CTA that only chooses
 MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
 MAX_WIDTH = 384  # columns of which eight warps have room for a block's sums and the total
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
@@ -33,7 +39,8 @@ class RouterTiling(Constant):
     `tile`, the rows that are multiplied, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
     lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
     columns; if more than one, it has all columns and all of K. rest_n: columns after block_n, which have an accumulator
-    of their own; only one turn then. box_n: rows of the gate that are loaded at a time.
+    of their own; only one turn then. box_n: rows of the gate that are loaded at a time. apart: only multiplies, and
+    stores all sums in the workspace; experts are chosen by a second launch (`ChoiceTiling`).
     """
 
     num_warps: int
@@ -57,6 +64,7 @@ class RouterTiling(Constant):
     tile: int = TILE
     rest_n: int = 0
     box_n: int = 0
+    apart: bool = False
 
     @property
     def box_m(self) -> int:
@@ -66,7 +74,7 @@ class RouterTiling(Constant):
     @property
     def in_runs(self) -> bool:
         """Return True if lanes share each rest_n columns evenly, not all at once: whole registers have no column."""
-        return self.rest_n > 0 and self.parts == 1
+        return self.rest_n > 0 and self.parts == 1 and not self.apart
 
     @property
     def width(self) -> int:
@@ -104,6 +112,13 @@ class RouterTiling(Constant):
         """Number of CTAs that share their rows."""
         return self.parts_n * self.parts_k
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the launch."""
+        most = spared_registers(self.num_warps, self.tile, self.width)
+        leaves_room = self.apart and not self.single_fill and most <= MOST_REGISTERS
+        return {"num_warps": self.num_warps, "launch_pdl": True} | ({"maxnreg": most} if leaves_room else {})
+
     def sum_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all partial sums of so many tokens in the workspace."""
         return 4 * num_tokens * self.num_sets * self.columns
@@ -115,6 +130,12 @@ class RouterTiling(Constant):
         Possible if their sums can be read twice and 32 lanes for each row give the same bits.
         """
         return not self.polls_sums and self.columns >= 128 and self.rows_per_pass > 8
+
+
+def spared_registers(num_warps: int, tile: int, width: int) -> int:
+    """Return the registers of a thread, on average over all roles, that a CTA needs which only multiplies."""
+    sums = 2 * tile * width // (32 * num_warps)
+    return -(-((sums + OTHER_REGISTERS) * num_warps + PRODUCER_REGISTERS * 4) // (num_warps + 4) // 8) * 8
 
 
 def lanes_of(rows_a_warp: int, spec: Spec) -> int:
@@ -143,6 +164,7 @@ class Cut:
     """Free choices of a RouterTiling. blocks_each: blocks along K of a CTA. rows: most rows of a CTA.
 
     most_signals: most partial sums that are polled, where few rows are routed at a time; where many are, FEW_SIGNALS.
+    apart: experts are chosen by a launch of its own.
     """
 
     num_warps: int
@@ -153,6 +175,7 @@ class Cut:
     tile: int = TILE
     rest_n: int = 0
     most_signals: int = MAX_SIGNALS
+    apart: bool = False
 
 
 def box_of(num_experts: int, block_n: int, rest_n: int) -> int:
@@ -173,7 +196,7 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     parts_k = -(-num_blocks // cut.blocks_each)
     parts = parts_n * parts_k
     num_sets = num_blocks - cut.blocks_each + 1
-    waits = parts > 1 and -(-M // tile) * parts <= num_sms
+    waits = parts > 1 and -(-M // tile) * parts <= num_sms and not cut.apart
     rows = max(TILE_ROWS, next_power_of_2(min(M, cut.rows)))
     share = min(next_power_of_2(-(-min(M, tile) // parts)), tile) if waits else rows
     lanes = lanes_of(share // num_warps, spec)
@@ -183,14 +206,15 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     signals = waits and spec.columns <= 512 and num_sets * M * spec.columns <= most_signals
     if signals:  # each sum is read, and reset, by one thread
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
-    block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
+    block_k = 256 if block_n < 64 else 128 if block_n < 128 and not (cut.apart and tile > TILE) else 64
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
+    beside = CHOICE_BYTES if cut.apart and spared_registers(num_warps, tile, width) <= MOST_REGISTERS else 0
+    others = RESERVED_BYTES + beside + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
-    board = -(-2 * tile // block_k)
-    unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1) else 1
+    board = 1 if cut.apart else -(-2 * tile // block_k)
+    unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1 and not cut.apart) else 1
     fits = (SHARED_BYTES - others) // stage_bytes // unit * unit
     steps = min(steps_each, -(-hidden // block_k))
     loads_all = steps <= fits and cut.turns == 1
@@ -198,5 +222,50 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
-        box_of(spec.num_experts, block_n, cut.rest_n),
+        box_of(spec.num_experts, block_n, cut.rest_n), cut.apart,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChoiceTiling(Constant):
+    """Division of the rows of a choice that is a launch of its own.
+
+    A CTA chooses for rows_per_pass rows, whose sums [num_sets, num_tokens, columns] lie in the workspace. num_warps,
+    lanes: of the CTA, and of each row. num_experts: columns that exist.
+    """
+
+    num_warps: int
+    rows_per_pass: int
+    lanes: int
+    columns: int
+    num_sets: int
+    num_experts: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the launch."""
+        most = CHOICE_REGISTERS if self.columns <= 512 else MANY_CHOICE_REGISTERS
+        return {"num_warps": self.num_warps, "launch_pdl": True, "maxnreg": most}
+
+    @property
+    def run(self) -> int:
+        """Number of neighbouring columns that the lanes of a row share evenly: 16 bytes for each lane."""
+        return min(4 * self.lanes, self.columns)
+
+    @property
+    def width(self) -> int:
+        """Number of columns in runs that have an expert."""
+        return -(-self.num_experts // self.run) * self.run
+
+    @property
+    def in_runs(self) -> bool:
+        """Return True if whole registers have no column."""
+        return self.width < self.columns
+
+
+def choice_of(tiling: RouterTiling, spec: Spec) -> ChoiceTiling:
+    """Return the ChoiceTiling of a launch that only multiplies: a row for each warp, or several of few columns."""
+    columns = spec.columns
+    lanes = 32 if columns >= 512 else max(4, spec.slots, columns // 16)
+    rows = max(MAX_ELEMENTS // columns, 32 // lanes) * CHOICE_WARPS
+    return ChoiceTiling(CHOICE_WARPS, rows, lanes, columns, tiling.num_sets, spec.num_experts)
