@@ -23,7 +23,8 @@ from tests.fuzz.formats import FORMATS, SCHEMES, round_to
 
 BF16 = torch.bfloat16
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-COARSE = ("fp8_row", "fp8_block128")
+# Schemes of rows with float32 factors: a GPU multiplies them on FP8 tensor cores, kernels quantise h from bf16.
+COARSE = ("fp8_row", "fp8_1x128")
 # Few tokens beside MXFP4 weights: a GPU splits each number into two of E4M3, exact but for what is far below the
 # largest that shares its power of two. Bits of the largest that may be lost.
 SPLIT = 2.0**-16
@@ -156,7 +157,7 @@ def moe(draw: Draw) -> Case:
 class Device:
     """Device of a call, as far as its arithmetic goes.
 
-    kernels: they round h to bf16 before they quantise it to fp8_row or fp8_block128; torch doesn't.
+    kernels: they round h to bf16 before they quantise it in a scheme of `COARSE`; torch doesn't.
     rank_ends: with them, the rows of a token are first summed for each run of experts up to such an end, in bf16.
     """
 
@@ -243,8 +244,9 @@ def expert_rows(
 ) -> Approx:  # fmt: skip
     """Return the rows [P, H] of one expert, each times its weight [P, 1], rounded to bf16."""
     limit = 7.0 if given.limit is None and given.activation == "swiglu_oai" else given.limit
+    scheme = FORMATS[given.format][0]
     split = device.gpu and given.format == "mxfp4"
-    coarse = split or (device.gpu and given.format in COARSE)
+    coarse = split or (device.gpu and scheme in COARSE)
     arithmetic = Arithmetic(device.gpu, coarse, 16 + 3 * (x.shape[1] // 128))
     acc = approx.matmul(x, gate_up, arithmetic, lost(x, x.shape[1]) if split else None)
     if biases is not None:
@@ -259,8 +261,7 @@ def expert_rows(
     else:
         h = silu(gate) * up
     h = h * exact(weight.expand_as(h.mid))
-    scheme = FORMATS[given.format][0]
-    if scheme is None or (device.kernels and given.format in COARSE):
+    if scheme is None or (device.kernels and scheme in COARSE):
         h = h.rounded(BF16)
     if scheme is not None:
         h = requantised(h, SCHEMES[scheme])

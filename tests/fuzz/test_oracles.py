@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import envoi
+from envoi.types import Routing
 from tests.fuzz import approx, experts, formats, outputs, parallel, routing, run
 from tests.fuzz.approx import Approx
-from tests.fuzz.formats import round_to, ulp
+from tests.fuzz.formats import FORMATS, round_to, ulp
 
 SEEDS = range(20)
 MODULES = {
@@ -87,6 +89,50 @@ def test_intervals_are_narrow(operator, most, compared):
                     widths.append(float((2 * want.err / ulp(want.mid, dtype)).flatten().median()))
     assert len(widths) > 6
     assert torch.tensor(widths).median() <= most
+
+
+# Of formats whose kernels round h to bf16 before FP8, and of others: what 14.578125 in a row with 384 becomes, in bf16.
+TWICE, ONCE = ("fp8_row", "fp8_block128", "mxfp4_fp8"), {"bf16": 14.5625, "mxfp4": 14.5625}
+
+
+def near_a_tie(format: str) -> experts.Layer:
+    """Make a layer of one row: h is 384, then 14.578125 in each column, and down copies it.
+
+    With the row's scale factor, 6 / 7, that is 17.008, whose nearest number of E4M3 is 18; but in bf16 it is 14.5625,
+    and so 16.990, whose nearest is 16.
+    """
+    tokens = torch.zeros(1, 128, dtype=torch.bfloat16)
+    tokens[0, :6] = torch.tensor([448.0, 384.0, 32.0, 14.0, 0.5625, 2.0**-6])  # E4M3's, with a scale factor of 1
+    gate_up = torch.zeros(1, 256, 128)
+    gate_up[0, :128, 2] = 1.0  # a gate of 32, which SiLU keeps
+    gate_up[0, 128, 1] = 2.0**-5
+    gate_up[0, 129:, 3:6] = 2.0**-5
+    routed = Routing(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), 1)
+    return experts.Layer(format, tokens, routed, gate_up, torch.eye(128)[None], None, "concat", "swiglu", None)
+
+
+def judge_near_a_tie(format: str, kernels: bool) -> None:
+    """Run it on the CPU: kernels and torch give two numbers in some formats, and the oracle knows which."""
+    layer = near_a_tie(format)
+    got = envoi.moe(layer.tokens, layer.routing, layer.pack("cpu"))
+    own, other = (experts.oracle(layer, experts.Device(kernels=either)) for either in (kernels, not kernels))
+    assert layer.stored[2] == approx.wrong(got, own) == ""
+    assert bool(approx.wrong(got, other)) == (format in TWICE)
+    if format != "nvfp4":  # which doesn't hold the weights exactly
+        number = (13.6875 if kernels else 15.4375) if format in TWICE else ONCE.get(format, 15.0)
+        assert got[0, 1:].tolist() == [number] * 127
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_rounds_its_rows_as_often_as_the_oracle(format):
+    judge_near_a_tie(format, kernels=False)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_oracle_knows_which_formats_a_gpu_sums_in_14_bits(format):
+    """By them h may be on either side of the tie; mxfp4 has bf16 rows, which a GPU splits into two of FP8."""
+    x = experts.oracle(near_a_tie(format), experts.Device(gpu=True, kernels=True))[0, 1:]
+    assert bool((x.err > 0.01).all()) == (format in (*TWICE, "mxfp4"))
 
 
 def with_ids(got, ids):

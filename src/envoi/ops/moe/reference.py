@@ -13,9 +13,10 @@
 geglu has gelu(gate), geglu_tanh its approximation by tanh, in place of silu(gate); without a gate h = silu(up) * w or
 relu(up)^2 * w. split takes every other value, or in the layout "concat" the first half and the second.
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
-(`envoi.ops.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128. Both products are of
-nvfp4's weights without their scales, by which the sums are multiplied in float32. int4's weights are rounded to bf16,
-once, as the kernels for many tokens do; those for few tokens multiply integers, and sums by factors in float32.
+(`envoi.ops.moe.experts`) round h to bf16 before they quantise it in groups of a row or of 128: in the formats fp8_row,
+fp8_block128 and mxfp4_fp8. Both products are of nvfp4's weights without their scales, by which the sums are multiplied
+in float32. int4's weights are rounded to bf16, once, as the kernels for many tokens do; those for few tokens multiply
+integers, and sums by factors in float32.
 """
 
 from dataclasses import replace
