@@ -43,8 +43,8 @@ class ExpertParallel:
 
     experts: this rank's experts, from `envoi.experts.pack`.
     group: a torch.distributed process group of gloo or NCCL, or a DeviceMesh of one dimension; None = the default
-        group. Every rank of it makes the object, with the same hidden, intermediate, format, activation and timeout_s;
-        the number of experts may differ.
+        group. Every rank of it makes the object, with the same arguments but experts and num_sms, and experts of the
+        same hidden, intermediate, format, activation and limit; the number of experts may differ.
     timeout_s: bounds every wait for a peer, and during the opening their sum; NCCL has 30 s to connect, at least.
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, unless counted, a call
         copies no size to the host, never waits for the device, and can be captured in a CUDA graph; all objects of a
@@ -249,7 +249,7 @@ class ExpertParallel:
 
         For experts that aren't Envoi's: `moe` is dispatch, experts, combine, with the same bits. Every rank calls
         `combine` next, on the same stream. Arguments are those of `moe`: tokens in bf16 or fp16, topk_ids [M, k] int32
-        or int64, -1 = masked slot, topk_weights [M, k] float32.
+        or int64, -1 = masked slot, topk_weights [M, k] float32, bf16 or fp16.
 
         Unless counted, rows are in memory that the next call of any object of these sizes writes, P is the most that
         there can be, and a CUDA graph can hold both calls. Raises as `moe` does. Not for torch.compile.
