@@ -38,7 +38,7 @@ class RouterCall:
 
 def check_router(router: Any, experts: ExpertWeights) -> None:
     """Raise ValueError unless these are named arguments of `envoi.route` that go with tokens of the experts."""
-    known = {
+    known: dict[str, Any] = {
         name: None if parameter.default is parameter.empty else parameter.default
         for name, parameter in inspect.signature(route).parameters.items()
         if name not in ("tokens", "out", "workspace", "num_sms")

@@ -185,6 +185,6 @@ def test_a_rank_without_experts_runs_the_layer_as_others_do(format):
         assert "fragments" in experts.order
         launched = launches_of(LayerCall(experts, 2), 3, HOPPER)
     kernels = [kernel.fn.__name__ for kernel, *_ in launched]
-    assert kernels[0] == "sort_kernel"
+    assert kernels[:2] == ["map_kernel", "sort_kernel"]  # a warm-up has a map
     assert kernels[-1] == "combine_kernel"
     assert "w4a8_kernel" not in kernels

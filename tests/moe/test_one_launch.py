@@ -42,9 +42,9 @@ def forced(monkeypatch):
 def test_few_rows_take_one_launch_that_is_not_cooperative():
     launched = launches_of(LayerCall(experts(), 6), 500, HOPPER)
     assert [kernel.fn.__name__ for kernel, *_ in launched] == [
-        "sort_kernel", "gather_kernel", "fused_kernel", "combine_kernel",
+        "map_kernel", "sort_kernel", "gather_kernel", "fused_kernel", "combine_kernel",
     ]  # fmt: skip
-    _, grid, arguments, options = launched[2]
+    _, grid, arguments, options = launched[3]
     assert grid == (132,)
     assert "launch_cooperative_grid" not in options
     assert any(isinstance(x, torch.Tensor) and x.shape == (NUM_COUNTERS,) for x in arguments)
