@@ -196,12 +196,12 @@ def _check(q, k_cache, weights, seq_lens, block_table, k, next_n, return_errors)
     expect_tensor("block_table", block_table, torch.int32, (requests, "P"), device)
 
 
-def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order):
+def _fake(q, k_cache, weights, seq_lens, block_table, k, *arguments):
     rows = q.shape[0]
     return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
 
 
-def _flops(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, *arguments):
+def _flops(q, k_cache, weights, seq_lens, block_table, k, mode_or_block, next_n, *arguments):
     """Count the FLOPs of queries times visible keys; for fake lengths, times all keys that the table has room for."""
     _, num_heads, width = q.shape
     if isinstance(seq_lens, FakeTensor) or seq_lens.device.type == "meta":
@@ -219,16 +219,7 @@ def _indexer_topk(
     return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order)
 
 
-def _fake_blocks(q, k_cache, weights, seq_lens, block_table, k, *arguments):
-    rows = q.shape[0]
-    return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
-
-
-def _flops_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n):
-    return _flops(q, k_cache, weights, seq_lens, block_table, k, "fast", next_n)
-
-
-@operator("indexer_blocks", _fake_blocks, _flops_blocks)
+@operator("indexer_blocks", _fake, _flops)
 def _indexer_blocks(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int, block: int, next_n: int,
@@ -237,11 +228,11 @@ def _indexer_blocks(
 
 
 def _fake_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, *arguments):
-    return _fake_blocks(q, k_cache, weights, seq_lens, block_table, k)
+    return _fake(q, k_cache, weights, seq_lens, block_table, k)
 
 
 def _flops_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, block, next_n, *arguments):
-    return _flops(q, k_cache, weights, seq_lens, block_table, k, "fast", next_n)
+    return _flops(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
 
 
 @operator("indexer_topk_in_blocks", _fake_in_blocks, _flops_in_blocks)

@@ -15,7 +15,7 @@ TILE = 1024  # scores that a program pools or gathers
 
 def best_blocks(p: Problem, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the numbers of k blocks, ascending: [rows, k] int32; and errors [rows], as `fast.topk` does."""
-    out, errors = _outputs(p)
+    out, errors = fast.empty_outputs(p)
     if not p.num_rows:
         return out, errors
     space, least = fast.workspace(p), p.k * block
@@ -33,7 +33,7 @@ def best_blocks(p: Problem, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def topk_in_blocks(p: Problem, blocks: torch.Tensor, block: int, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose tokens of blocks [rows, C] int32: [rows, k] int32, and errors [rows], as `fast.topk` does."""
-    out, errors = _outputs(p)
+    out, errors = fast.empty_outputs(p)
     count = blocks.shape[1]
     if not p.num_rows:
         return out, errors
@@ -72,8 +72,3 @@ class _Rows:
         own = replace(space, logits=self.scores, lists=lists)
         arguments = fast.select_arguments(self.problem, own, 0, num_rows, out, self.errors, order, False, levels=0)
         launch(kernel_select.select_kernel, *arguments)
-
-
-def _outputs(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
-    return out, torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)

@@ -26,10 +26,9 @@ import torch
 from envoi import cache_file, env
 
 SHIPPED = Path(__file__).with_name("certified.json")
-HEADS = (32, 64)  # for which the exact mode has kernels,
-LEAST_K = (
-    33  # and from which k on: torch puts up to 32 in order by a network, which its kernels do for short rows alone
-)
+HEADS = (32, 64)  # for which the exact mode has kernels
+# Least k for which it has them: torch puts up to 32 in order by a network, which the kernels do for short rows alone.
+LEAST_K = 33
 NUM_ORDERS = 512  # lengths whose order is looked up; the order of longer ones depends on length % 4
 SHARED = 256  # flag of the shared order, added to the number of parts
 

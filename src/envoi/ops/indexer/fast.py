@@ -175,6 +175,12 @@ def topk(p: Problem, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
     return in_blocks(p, score, order, early)
 
 
+def empty_outputs(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate a call's outputs [rows, k] and errors [rows], int32."""
+    out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
+    return out, torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
+
+
 def in_blocks(
     p: Problem, score: Callable[[Problem, Workspace, int, int, int], None], order: Order, early: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,8 +188,7 @@ def in_blocks(
 
     score: takes the first row, the number of rows, and up to how many tokens a row needs no scores.
     """
-    out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
-    errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
+    out, errors = empty_outputs(p)
     if p.num_rows:
         candidates = by_candidates(p, order)
         space = workspace(p, candidates)

@@ -41,7 +41,7 @@ from envoi.ops.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
 from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
 from envoi.runtime.devices import SHARED_BYTES, implementation, num_sms
-from envoi.runtime.math import cdiv
+from envoi.runtime.math import cdiv, mean_chosen
 from envoi.runtime.program import unwatched
 from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -187,7 +187,7 @@ def decode_pays(experts: ExpertWeights, num_tokens: int, num_topk: int) -> bool:
     config, num_slots = _decode_config(experts, num_tokens, num_topk), num_tokens * num_topk
     num_experts = experts.num_local_experts
     if not config.block_scaled and config.stage_steps == 1 and num_experts:
-        used = num_experts * (1 - (1 - 1 / num_experts) ** num_slots)  # experts, in the mean over random routing
+        used = mean_chosen(num_experts, num_slots)
         if used * 3 * 2 * experts.hidden * experts.intermediate > DECODE_BYTES_OF_SINGLE_STEPS:
             return False
     narrow = config.block_scaled and config.chunk_slabs < decode.WHOLE_CHUNK

@@ -5,7 +5,7 @@ from math import ceil, erfc, exp, hypot, sqrt
 
 from envoi.ops.gemm.hopper.config import FEW_TOKENS, NEIGHBOURS, Config, Problem
 from envoi.runtime.devices import H200
-from envoi.runtime.math import cdiv
+from envoi.runtime.math import cdiv, mean_chosen
 
 ONE_TILE = 1.1  # tiles of tokens of an expert in the mean, up to which nearly every one has one
 
@@ -214,8 +214,7 @@ def _lines_outside_halves(problem: Problem, config: Config, row_bytes: int) -> f
 
 def _busy_groups(problem: Problem) -> float:
     """Return the experts that have tokens, in the mean over routing at random; 1 for a plain GEMM."""
-    groups = problem.num_groups
-    return groups * (1 - (1 - 1 / groups) ** problem.M) if groups else 1
+    return mean_chosen(problem.num_groups, problem.M) if problem.num_groups else 1
 
 
 def _token_tiles(problem: Problem, config: Config) -> float:
