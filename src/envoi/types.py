@@ -210,7 +210,7 @@ class ExpertWeights(_Printed):
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit!r}")
         if self.num_shared and not 0 <= self.num_shared <= self.num_local_experts:
-            raise ValueError(f"num_shared: expected 0 to {self.num_local_experts} of the experts, got {self.num_shared}")
+            raise ValueError(f"num_shared: expected 0 to {self.num_local_experts}, got {self.num_shared!r}")
         known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
         if self.gate_up_layout not in known:
             need = " or ".join(map(repr, known))

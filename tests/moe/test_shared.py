@@ -28,7 +28,7 @@ KINDS = {
 
 def shared_layer(size: int, count: int = 1, seed: int = 9, **kind) -> Layer:
     """Make experts of this intermediate size that every token passes: a layer whose routing names all of them."""
-    return make(**{**SMALL, "experts": count, "k": count, "intermediate": size}, masked=0.0, seed=seed, **kind)
+    return make(**{**SMALL, "experts": count, "k": count, "intermediate": size, **kind}, masked=0.0, seed=seed)
 
 
 def gate_of(hidden: int = SMALL["hidden"]) -> torch.Tensor:
@@ -185,7 +185,8 @@ def test_blocks_and_groups_that_a_checkpoint_stores():
     pairs = [
         (stored(4, 192), stored(1, 320)), (stored(4, 256), stored(2, 100)),
         (integers(4, 256, 32, False), integers(1, 384, 128, True)),
-        (integers(4, 256, 32, True), integers(1, 320, 64, False)), (integers(4, 256, 64, True), integers(1, 512, 64, True)),
+        (integers(4, 256, 32, True), integers(1, 320, 64, False)),
+        (integers(4, 256, 64, True), integers(1, 512, 64, True)),
     ]  # fmt: skip
     layer = make(**SMALL)
     for routed, shared in pairs:
@@ -234,7 +235,7 @@ def test_other_things_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match="^" + said):
             with_shared(*given)
-    with pytest.raises(ValueError, match="num_shared: expected 0 to 4 of the experts, got 5"):
+    with pytest.raises(ValueError, match="num_shared: expected 0 to 4, got 5"):
         replace(routed, num_shared=5)
 
 
@@ -248,7 +249,7 @@ def test_zeros_that_an_activation_does_not_keep_are_refused():
 
     with pytest.raises(ValueError, match="^shared.intermediate: expected a multiple of 256 for an activation that"):
         with_shared(packed(256), packed(128))
-    assert with_shared(packed(256), packed(512)).num_shared == 2
+    assert with_shared(packed(256), packed(512)).num_shared == 8
 
 
 def test_int4_groups_that_are_smaller_are_refused():

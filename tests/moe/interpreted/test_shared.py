@@ -34,7 +34,7 @@ def test_the_launch_adds_what_torch_adds(num_tokens, k, num_shared, gated):
         weights = torch.rand(num_tokens, k, generator=source).bfloat16()
         got_weights, got = add_shared(tokens, weights, ids, experts)
         known = torch.where((ids < 0) | (ids >= experts.num_routed), -1, ids).to(torch.int32)
-        want_weights, want = reference.with_shared(tokens, weights.float(), known, experts.num_routed, experts)
+        want_weights, want = reference.with_shared(tokens, weights.float(), known, experts.num_routed, num_shared, gate)
         assert torch.equal(got, want) and got.dtype == torch.int32 and got_weights.dtype == torch.float32
         assert torch.equal(got_weights[:, :k], want_weights[:, :k])
         torch.testing.assert_close(got_weights, want_weights, rtol=2e-6, atol=0)

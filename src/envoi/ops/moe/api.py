@@ -57,8 +57,9 @@ def moe(
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
     rounds, is in `envoi.ops.moe.reference`. A token whose slots are all masked gives zeros, or what its shared experts
-    give. Every run gives the same bits. Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. The host doesn't
-    wait for a GPU, so that a CUDA graph can capture the call: there a slot whose id is no expert counts as masked.
+    give. Every run gives the same bits. Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out
+    of range. The host doesn't wait for a GPU, so that a CUDA graph can capture the call: there a slot whose id is no
+    expert counts as masked.
     """
     rows, slots, dtype = as_rows(tokens, routing)
     check_tokens(rows, slots, experts)

@@ -188,8 +188,8 @@ def empty_out(tokens, *arguments):
 def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
     """Count the FLOPs of both GEMMs for every slot, masked ones too: only the device knows which are masked.
 
-    Slots of shared experts count. Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across ranks it counts the slots of
-    this rank's tokens, whichever rank owns their experts.
+    Slots of shared experts count. Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across
+    ranks it counts the slots of this rank's tokens, whichever rank owns their experts.
     """
     first = next(place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor))
     gate_up, down = arguments[first], arguments[first + 3]  # as `flatten` has them

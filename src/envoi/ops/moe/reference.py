@@ -72,7 +72,8 @@ def moe(
 ) -> torch.Tensor:
     """Run the whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
     if experts.num_shared:
-        topk_weights, topk_ids = with_shared(tokens, topk_weights, topk_ids, experts.num_routed, experts)
+        shared = experts.num_routed, experts.num_shared, experts.shared_gate
+        topk_weights, topk_ids = with_shared(tokens, topk_weights, topk_ids, *shared)
     with span("permute"):
         rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
     out = expert_mlp(rows, experts)
@@ -81,15 +82,16 @@ def moe(
 
 
 def with_shared(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, first: int, experts: ExpertWeights
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and ids of a token's slots followed by those of the shared experts, numbered from `first` on."""
-    shape = len(tokens), experts.num_shared
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, first: int, num_shared: int,
+    gate: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return weights and ids of a token's slots followed by those of shared experts, numbered from `first` on."""
+    shape = len(tokens), num_shared
     ids = torch.arange(first, first + shape[1], dtype=topk_ids.dtype, device=topk_ids.device).expand(shape)
-    if experts.shared_gate is None:
+    if gate is None:
         weights = topk_weights.new_ones(shape)
     else:
-        weights = (tokens.float() @ experts.shared_gate).sigmoid().unsqueeze(1).expand(shape)
+        weights = (tokens.float() @ gate).sigmoid().unsqueeze(1).expand(shape)
     return torch.cat((topk_weights, weights), 1), torch.cat((topk_ids, ids), 1)
 
 

@@ -138,8 +138,8 @@ def _cut(
 ) -> Matrix:  # fmt: skip
     """Cut each of S weights along an axis into `count` parts of `size`, the last one filled up with zeros.
 
-    ranges: of the axis, one after the other, each of which is cut. by_row: factors are whole rows'. Returns [S * count, ..], the parts of a weight in
-    order. Raises ValueError if a group of factors would be cut.
+    ranges: of the axis, one after the other, each of which is cut. by_row: factors are whole rows'. Returns
+    [S * count, ..], the parts of a weight in order. Raises ValueError if a group of factors would be cut.
     """
     if isinstance(x, torch.Tensor):
         return _cut_tensor(x, axis, size, count, ranges, 0)

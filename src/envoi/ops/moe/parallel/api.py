@@ -20,7 +20,7 @@ from envoi.ops.moe.parallel.collectives import complaint, refuse_together
 from envoi.ops.moe.parallel.exchange import Dispatched, OnDevice, Owner, Rows, Team
 from envoi.ops.moe.parallel.load import Load, forget, load_of
 from envoi.ops.moe.parallel.nvlink import SharedLayout
-from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts
+from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts, routed_offsets
 from envoi.ops.moe.parallel.trace import STEP as TRACE
 from envoi.ops.moe.parallel.trace import Timeline, trace_call
 from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together
@@ -41,7 +41,8 @@ _serials: dict[str, itertools.count] = {}
 class ExpertParallel:
     """MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
 
-    experts: this rank's experts, from `envoi.experts.pack`.
+    experts: this rank's experts, from `envoi.experts.pack`; with shared ones (`envoi.experts.with_shared`) the same of
+        these on every rank, which compute a token's on its own rank. Neither num_topk nor a placement counts them.
     group: a torch.distributed process group of gloo or NCCL, or a DeviceMesh of one dimension; None = the default
         group. Every rank of it makes the object, with the same arguments but experts and num_sms, and experts of the
         same hidden, intermediate, format, activation and limit; the number of experts may differ.
@@ -80,9 +81,9 @@ class ExpertParallel:
         fused: False changes nothing, True is refused. What it chose was slower, and was removed.
 
     Attributes: num_experts (of a routing), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]; with
-    a placement these are physical experts), placement (a tuple, or None), missing_experts (see num_experts), group,
-    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
-    "hosts", "gathered" or "counted") and presum (True or False).
+        a placement, or shared experts, a rank's last, these are physical experts), placement (a tuple, or None),
+        missing_experts (see num_experts), group, transport ("nvlink", "nccl" or "gloo"), why (the reason for that
+        transport), exchange ("memory" over NVLink, "hosts", "gathered" or "counted") and presum (True or False).
 
     Threads may share an object: its calls run one at a time, each is matched with any call of another rank, and each
     returns the rows of its own tokens; where rows are counted all of them need the same k. Two objects on one NCCL
@@ -347,11 +348,11 @@ class ExpertParallel:
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
-        k, experts, num_experts = layout.num_topk, without_tensors(self.experts), None
-        if self.placement is not None:
-            num_experts = self.num_experts
+        k, experts = cast(int, self.num_topk), without_tensors(self.experts)
+        num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):
-            return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts, num_experts, layout.num_experts)
+            most = layout.num_ranks * layout.max_tokens * layout.num_topk
+            return CountedCall(most, k, experts, num_experts, layout.num_experts)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
         ranks = tuple(str(rank) for rank in range(layout.num_ranks))
         hosts = {"memory": (), "gathered": ranks, "hosts": self._hosts}[self.exchange]
@@ -374,7 +375,8 @@ class ExpertParallel:
         CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host,
         with "gathered" its own; the others' stay 0.
         """
-        return load_of(self._team.history, self.expert_offsets, self._team.placed, self.placement)
+        placement = self._team.physical(self.placement)
+        return load_of(self._team.history, self.expert_offsets, self._team.placed, placement)
 
     def update_placement(self, placement: Sequence[int] | torch.Tensor) -> None:
         """Go on with another placement from the next call on, also in graphs that were captured before. Collective.
@@ -386,8 +388,9 @@ class ExpertParallel:
         """
         with self._lock, self._on_device():
             refusal = complaint(self._open_exchange)
-            given = regroup.agree_on(self.channel, placement, self._team.placed, self._may_lack, refusal)
-            cast(Placed, self._team.placed).update(given)
+            now = self.placement, self.num_experts, self._may_lack
+            given = regroup.agree_on(self.channel, placement, *now, refusal)
+            cast(Placed, self._team.placed).update(cast(tuple, self._team.physical(given)))
             forget(self._team.history)
             self.placement = tuple(given)
 
@@ -411,10 +414,11 @@ class ExpertParallel:
         Raises ValueError for ranks that aren't the group's, PeerTimeout if a rank that is left doesn't come, as where
         another is lost or ranks name different ones.
         """
-        watch, placement = self.channel.watch, self.placement or range(self.expert_offsets[-1])
+        watch, routed = self.channel.watch, routed_offsets(self.expert_offsets, self.experts.num_shared)
+        placement = self.placement or range(routed[-1])
         places = regroup.places_left(watch, ranks)
         group = regroup.group_of(watch, [watch.ranks[place] for place in places], self._backend, group)
-        given = regroup.options_left(self._options, places, placement, self.expert_offsets)
+        given = regroup.options_left(self._options, places, placement, routed)
         given |= {"num_experts": self.num_experts, **options}
         made = ExpertParallel(self.experts, group, **given)
         self.close()  # not before: peers may still read this rank's memory until they open the new one
@@ -486,11 +490,12 @@ def _moe_parallel(
     down_sf: torch.Tensor | None, down_bias: torch.Tensor | None, format: str, activation: str,
     swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool, order: str, gate_up_layout: str,
     gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None,
-    down_zeros: torch.Tensor | None,
+    down_zeros: torch.Tensor | None, num_shared: int, shared_gate: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     experts = op.unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
-        down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
+        down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros, num_shared,
+        shared_gate,
     )  # fmt: skip
     if parallel not in _instances:
         raise ValueError(CLOSED)
