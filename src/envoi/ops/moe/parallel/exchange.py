@@ -65,10 +65,9 @@ class Team:
         if given is not None or num_shared:
             num_routed = routed_offsets(offsets, num_shared)[-1]
             num_experts = num_routed if given is None else check_placement(given, num_routed, num_experts)
-            placed = Placed.on(
-                device, with_shared(given, offsets, num_shared), num_experts, rank, first_shared=offsets[rank + 1] - num_shared, num_shared=num_shared,
-                shared_gate=experts.shared_gate,
-            )  # fmt: skip
+            shared = {"first_shared": offsets[rank + 1] - num_shared, "num_shared": num_shared}
+            whole = with_shared(given, offsets, num_shared)
+            placed = Placed.on(device, whole, num_experts, rank, shared_gate=experts.shared_gate, **shared)
         ends = torch.tensor(offsets[1:], dtype=torch.int32, device=device)
         return Team(channel, peers, name, offsets, ends, empty_history(offsets[-1], device), experts.format, placed)
 

@@ -76,7 +76,8 @@ class Placed:
 def with_shared(placement: Sequence[int] | None, expert_offsets: Sequence[int], num_shared: int) -> list[int]:
     """Return a placement of routed physical experts as one of all, num_shared more at the end of each rank.
 
-    placement: None = each is the expert of its own number. expert_offsets: rank r has physical experts expert_offsets[r] : expert_offsets[r + 1], with the shared ones.
+    placement: None = each is the expert of its own number. expert_offsets: rank r has physical experts
+    expert_offsets[r] : expert_offsets[r + 1], with the shared ones.
     """
     offsets, found = routed_offsets(expert_offsets, num_shared), list[int]()
     given = range(offsets[-1]) if placement is None else placement

@@ -34,7 +34,8 @@ class ParallelCall:
     """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
 
     num_topk: slots of a token in a routing. hosts: of each rank, for an exchange with a rail. num_experts: of
-    routings, with a placement or shared experts, else None. The rank also sends rows of other experts back, and with 0 tokens it refuses a call.
+    routings, with a placement or shared experts, else None. The rank also sends rows of other experts back, and with 0
+    tokens it refuses a call.
     """
 
     layout: SharedLayout
