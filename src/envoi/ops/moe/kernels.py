@@ -18,6 +18,8 @@ front has ended by then.
 `trace`: see `runtime.timeline_device`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -48,16 +50,32 @@ def begin_work(OVERLAP: tl.constexpr):
         gdc_launch_dependents()
 
 
+class GivenSlots(NamedTuple):
+    """Slots of a routing, topk_ids and topk_weights [num_tokens, k], and what weighs shared experts.
+
+    tokens: rows `stride` apart, `width` columns; gate [width] float32. Neither is read unless the slots are GATED.
+    """
+
+    topk_ids: Any
+    topk_weights: Any
+    tokens: Any
+    stride: Any
+    gate: Any
+    num_tokens: Any
+    k: Any
+    width: Any
+
+
 @triton.jit
 def with_shared_slots(
-    topk_ids, topk_weights, tokens, stride, gate, num_tokens, k, width,
-    NUM_SHARED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    given, NUM_SHARED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     """Return this program's slots, of k + NUM_SHARED a token: places, whether they are, token, ids, weights, shared.
 
     ids: -1 for a shared expert's slot; shared: its number, or below 0. GATED: a program has the slots of one token,
     whose weight of shared experts is sigmoid(token @ gate), summed in float32; else SLOTS slots, and the weight is 1.
     """
+    k, width = given.k, given.width
     total = k + NUM_SHARED
     if GATED:
         m = tl.program_id(0) + tl.zeros((SLOTS,), tl.int32)
@@ -67,19 +85,19 @@ def with_shared_slots(
         dot = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, width, BLOCK):
             columns = first + tl.arange(0, BLOCK)
-            at = tokens + tl.program_id(0).to(tl.int64) * stride + columns
+            at = given.tokens + tl.program_id(0).to(tl.int64) * given.stride + columns
             x = widen(tl.load(at, mask=columns < width, other=0.0))
-            dot += x * tl.load(gate + columns, mask=columns < width, other=0.0)
+            dot += x * tl.load(given.gate + columns, mask=columns < width, other=0.0)
         shared_weight = sigmoid(tl.sum(dot, 0) + tl.zeros((SLOTS,), tl.float32))
     else:
         place = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
         m = place // total
         lane = place % total
-        inside = m < num_tokens
+        inside = m < given.num_tokens
         shared_weight = tl.full((SLOTS,), 1.0, tl.float32)
-    given = inside & (lane < k)
-    ids = tl.load(topk_ids + m * k + lane, mask=given, other=-1)
-    weights = widen(tl.load(topk_weights + m * k + lane, mask=given, other=0.0))
+    is_given = inside & (lane < k)
+    ids = tl.load(given.topk_ids + m * k + lane, mask=is_given, other=-1)
+    weights = widen(tl.load(given.topk_weights + m * k + lane, mask=is_given, other=0.0))
     return place, inside, m, ids, tl.where(lane < k, weights, shared_weight), lane - k
 
 
@@ -90,9 +108,8 @@ def shared_kernel(
 ):  # fmt: skip
     """Store ids and weights of slots with those of shared experts, whose ids begin at num_experts, after a token's."""
     begin_work(OVERLAP)
-    place, inside, _, ids, weights, shared = with_shared_slots(
-        topk_ids, topk_weights, tokens, stride, gate, num_tokens, k, width, NUM_SHARED, SLOTS, BLOCK, GATED
-    )
+    given = GivenSlots(topk_ids, topk_weights, tokens, stride, gate, num_tokens, k, width)
+    place, inside, _, ids, weights, shared = with_shared_slots(given, NUM_SHARED, SLOTS, BLOCK, GATED)
     e = tl.where((ids < 0) | (ids >= num_experts), -1, ids).to(tl.int32)
     tl.store(ids_out + place, tl.where(shared >= 0, num_experts + shared, e), mask=inside)
     tl.store(weights_out + place, weights, mask=inside)

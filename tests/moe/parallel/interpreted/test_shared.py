@@ -1,4 +1,4 @@
-"""Shared experts over ranks by kernels: over NVLink's memory and a rail, in prepared calls, and what a warm-up knows."""
+"""Shared experts over ranks by kernels: their slots, over NVLink's memory and a rail, and in prepared calls."""
 
 from contextlib import nullcontext
 from itertools import pairwise

@@ -351,8 +351,7 @@ class ExpertParallel:
         k, experts = cast(int, self.num_topk), without_tensors(self.experts)
         num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):
-            most = layout.num_ranks * layout.max_tokens * layout.num_topk
-            return CountedCall(most, k, experts, num_experts, layout.num_experts)
+            return CountedCall(layout.num_ranks * layout.slot_capacity, k, experts, num_experts, layout.num_experts)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
         ranks = tuple(str(rank) for rank in range(layout.num_ranks))
         hosts = {"memory": (), "gathered": ranks, "hosts": self._hosts}[self.exchange]
@@ -375,8 +374,8 @@ class ExpertParallel:
         CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host,
         with "gathered" its own; the others' stay 0.
         """
-        placement = self._team.physical(self.placement)
-        return load_of(self._team.history, self.expert_offsets, self._team.placed, placement)
+        team = self._team
+        return load_of(team.history, self.expert_offsets, team.placed, team.physical(self.placement))
 
     def update_placement(self, placement: Sequence[int] | torch.Tensor) -> None:
         """Go on with another placement from the next call on, also in graphs that were captured before. Collective.
@@ -387,9 +386,8 @@ class ExpertParallel:
         anew. Not while a graph is captured. Raises ValueError on every rank if one's is refused or they differ.
         """
         with self._lock, self._on_device():
-            refusal = complaint(self._open_exchange)
-            now = self.placement, self.num_experts, self._may_lack
-            given = regroup.agree_on(self.channel, placement, *now, refusal)
+            now = self.placement, self.num_experts, self._may_lack, complaint(self._open_exchange)
+            given = regroup.agree_on(self.channel, placement, *now)
             cast(Placed, self._team.placed).update(cast(tuple, self._team.physical(given)))
             forget(self._team.history)
             self.placement = tuple(given)
@@ -415,10 +413,9 @@ class ExpertParallel:
         another is lost or ranks name different ones.
         """
         watch, routed = self.channel.watch, routed_offsets(self.expert_offsets, self.experts.num_shared)
-        placement = self.placement or range(routed[-1])
         places = regroup.places_left(watch, ranks)
         group = regroup.group_of(watch, [watch.ranks[place] for place in places], self._backend, group)
-        given = regroup.options_left(self._options, places, placement, routed)
+        given = regroup.options_left(self._options, places, self.placement or range(routed[-1]), routed)
         given |= {"num_experts": self.num_experts, **options}
         made = ExpertParallel(self.experts, group, **given)
         self.close()  # not before: peers may still read this rank's memory until they open the new one

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from envoi.ops.moe.kernels import with_shared_slots
+from envoi.ops.moe.kernels import GivenSlots, with_shared_slots
 
 BAD_ID: tl.constexpr = tl.constexpr(-2)
 
@@ -16,9 +16,8 @@ def place_kernel(
     NUM_SHARED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Map choices of experts, k for each token, to physical ones. table: see `placement.Placed`."""
-    place, inside, m, e, w, shared = with_shared_slots(
-        topk_ids, topk_weights, tokens, stride, gate, num_tokens, k, width, NUM_SHARED, SLOTS, BLOCK, GATED
-    )
+    given = GivenSlots(topk_ids, topk_weights, tokens, stride, gate, num_tokens, k, width)
+    place, inside, m, e, w, shared = with_shared_slots(given, NUM_SHARED, SLOTS, BLOCK, GATED)
     fine = (e >= 0) & (e < num_experts)
     begin = tl.load(table + e, mask=fine, other=0)
     count = tl.load(table + e + 1, mask=fine, other=0) - begin
