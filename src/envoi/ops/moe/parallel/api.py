@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -21,20 +20,18 @@ from envoi.ops.moe.parallel.exchange import Dispatched, OnDevice, Owner, Rows, T
 from envoi.ops.moe.parallel.load import Load, forget, load_of
 from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts, routed_offsets
+from envoi.ops.moe.parallel.registered import CLOSED, instances, moe_parallel
 from envoi.ops.moe.parallel.trace import STEP as TRACE
 from envoi.ops.moe.parallel.trace import Timeline, trace_call
 from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together
 from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
-from envoi.runtime.custom_op import operator, traced
+from envoi.runtime.custom_op import traced
 from envoi.runtime.devices import Target, limited
 from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain, scratch_bytes
 from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, WorkspaceError
 from envoi.types import ExpertWeights, Routing
 
-# The operator finds its object by name.
-CLOSED = "ExpertParallel: expected an open object, got one that was closed"
-_instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
 _serials: dict[str, itertools.count] = {}
 
 
@@ -60,6 +57,8 @@ class ExpertParallel:
         "sums": the same, but a token's rows are summed on each rank before they are sent back: fewer bytes, none of
         them during the second GEMM, one rounding more, and bits that depend on the number of ranks. Over NVLink "auto"
         may be this, if it is predicted to be faster;
+        "sums_fp8": over NVLink these sums travel as E4M3 with a float32 factor for each 128 columns, a rank's own stay
+        bf16; half the bytes of "sums", which it is elsewhere (docs/several_machines.md has the error);
         "hosts", "hosts+sums": a token crosses to another host once, over NCCL between ranks of the same local rank, and
         is passed on there by the kernels; its rows come back the same way, one for each slot, or one sum for each host.
         Hosts have equally many ranks. On one host it is "rows" or "sums"; where GPUs of a host don't reach each other's
@@ -150,7 +149,7 @@ class ExpertParallel:
         self.exchange, self.presum = self._exchange.name, self._exchange.presum
         self.transport = "nvlink" if self.exchange == "memory" else "nccl" if channel.queues else "gloo"
         self._is_loaded = not compiles(experts.device)
-        _instances[self.name] = self
+        instances[self.name] = self
 
     def moe(
         self, tokens: torch.Tensor, routing: Routing, *, out: torch.Tensor | None = None,
@@ -182,13 +181,13 @@ class ExpertParallel:
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         refusal = "" if torch.compiler.is_compiling() else complaint(op.check_call, tokens, routing, self.experts)
-        if refusal and (traced() or self.name not in _instances):  # then peers exchange nothing either
+        if refusal and (traced() or self.name not in instances):  # then peers exchange nothing either
             raise ValueError(refusal)
         if refusal:
             return self._run(tokens, routing, self.experts, refusal)
         rows, slots, dtype = op.as_rows(tokens, routing)
         weights, ids = op.widened(slots.topk_weights, slots.topk_ids)
-        out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *op.flatten(self.experts))
+        out = moe_parallel(rows, weights, ids, routing.num_experts, self.name, *op.flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def _moe_prepared(self, tokens: torch.Tensor, routing: Routing, given: Given) -> torch.Tensor:
@@ -348,6 +347,8 @@ class ExpertParallel:
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
+        if self.exchange == "memory":
+            layout = cast(OnDevice, self._exchange).domain.layout
         k, experts = cast(int, self.num_topk), without_tensors(self.experts)
         num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):
@@ -443,7 +444,7 @@ class ExpertParallel:
         Over NVLink, peers must have finished with this rank's memory: close after a barrier of all ranks.
         """
         with self._lock:
-            _instances.pop(self.name, None)
+            instances.pop(self.name, None)
             self._exchange = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = "") -> torch.Tensor:
@@ -478,22 +479,3 @@ class ExpertParallel:
         wrong = complaint(op.check_tokens, tokens, routing, experts)
         most = self.max_tokens, self.num_topk
         return wrong or complaint(opening.check_sizes, tokens, routing, self.num_experts, *most)
-
-
-@operator("moe_parallel", op.empty_out, op.mlp_flops)
-def _moe_parallel(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
-    gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
-    down_sf: torch.Tensor | None, down_bias: torch.Tensor | None, format: str, activation: str,
-    swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool, order: str, gate_up_layout: str,
-    gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None,
-    down_zeros: torch.Tensor | None, num_shared: int, shared_gate: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    experts = op.unflatten(
-        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
-        down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros, num_shared,
-        shared_gate,
-    )  # fmt: skip
-    if parallel not in _instances:
-        raise ValueError(CLOSED)
-    return _instances[parallel]._run(tokens, Routing(topk_weights, topk_ids, num_experts), experts)
