@@ -236,7 +236,8 @@ class ExpertWeights(_Printed):
 
         Arguments as in `envoi.experts.pack`; format, activation and limit stay. Where these weights are views of a
         caller's, that memory is written, or nothing if it is what is given: views follow their weights without a call.
-        Weights given in this very memory, by rows, are read before they are written over.
+        Weights given in this very memory, by rows, are read before they are written over. Shared experts are among the
+        E of them, in the parts that they have here; shared_gate is the caller's to write.
         Raises ValueError, with nothing written, for other shapes, and for weights that the kernels chosen for these
         couldn't read: another `QuantTensor.order`, or factors that break `QuantTensor.scales_at_most_2`.
         """

@@ -1,4 +1,5 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 """Placement in Triton: the physical expert of each choice of an expert, as `placement.place` says."""
 
 import triton
