@@ -118,12 +118,12 @@ def test_no_call_launches_what_was_not_compiled(launched, format, seed):
 
 
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))
-@pytest.mark.parametrize("presum", [False, True, "fp8"])
+@pytest.mark.parametrize("presum", [False, True])
 def test_no_call_across_ranks_does(launched, format, presum):
     draw = random.Random(f"{format} {presum}")
     layer, k = drawn_layer(draw, format, experts=8)
     most, rank, ends = draw.randint(1, 300), draw.randint(0, 3), [0, 2, 4, 6, 8]
-    layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, bool(presum), presum == "fp8")
+    layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum)
     experts = layer.pack(format, ends[rank], ends[rank + 1])
     call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts))
     known = compiled([call], most, least=0)

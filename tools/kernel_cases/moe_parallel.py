@@ -1,8 +1,6 @@
 """Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each; or two such hosts."""
 
-from dataclasses import replace
-
-from tools.kernel_cases import EVERY_ARCH, HOPPER
+from tools.kernel_cases import EVERY_ARCH
 from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
@@ -57,11 +55,4 @@ PLACEMENT = (
         _layer("memory", "bf16", False, NUM_ROUTED), "place_kernel",
     ),
 )  # fmt: skip
-FP8_SUMS = tuple(
-    case_of(f"ep-{name}", about, HOPPER, replace(_layer("memory", "bf16", True), fp8_sums=True), kernel)
-    for name, about, kernel in (
-        ("send-partial-sums-fp8", "sums in FP8 to their tokens' ranks", "send_partial_sums_kernel"),
-        ("sum-ranks-fp8", "sums of what the ranks sent in FP8", "sum_ranks_kernel"),
-    )
-)
-KERNELS = NVLINK + HOSTS + PLACEMENT + FP8_SUMS
+KERNELS = NVLINK + HOSTS + PLACEMENT

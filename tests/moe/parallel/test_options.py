@@ -54,7 +54,6 @@ GATHERED = SIZES | {"exchange": "gathered"}
 NAMED = {"hosts": ["a", "b"]}
 ACCEPTED = [
     {"exchange": "counted"} | SIZES, GATHERED, SIZES | {"exchange": "gathered+sums"}, {"exchange": "sums"},
-    SIZES | {"exchange": "sums_fp8"},
     SIZES | NAMED | {"exchange": "hosts"}, SIZES | {"exchange": "hosts+sums", "hosts": ["a", "a"]},
     {"exchange": "rows", "num_sms": 3},
 ]  # fmt: skip

@@ -57,8 +57,6 @@ class ExpertParallel:
         "sums": the same, but a token's rows are summed on each rank before they are sent back: fewer bytes, none of
         them during the second GEMM, one rounding more, and bits that depend on the number of ranks. Over NVLink "auto"
         may be this, if it is predicted to be faster;
-        "sums_fp8": over NVLink these sums travel as E4M3 with a float32 factor for each 128 columns, a rank's own stay
-        bf16; half the bytes of "sums", which it is elsewhere (docs/several_machines.md has the error);
         "hosts", "hosts+sums": a token crosses to another host once, over NCCL between ranks of the same local rank, and
         is passed on there by the kernels; its rows come back the same way, one for each slot, or one sum for each host.
         Hosts have equally many ranks. On one host it is "rows" or "sums"; where GPUs of a host don't reach each other's
@@ -347,8 +345,6 @@ class ExpertParallel:
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
-        if self.exchange == "memory":
-            layout = cast(OnDevice, self._exchange).domain.layout
         k, experts = cast(int, self.num_topk), without_tensors(self.experts)
         num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):

@@ -11,20 +11,15 @@ sum_ranks_kernel           partial sums of a token -> token            with pres
 Flags are in the memory of the rank that waits. A peer adds 1 (release, system scope) once everything that it wrote
 before may be read; the waiting rank subtracts the count that it waited for, so a flag is 0 between calls. A wait that
 takes longer than the timeout gives up: the late rank is written to `report`, `state[OUTCOME]` becomes LOST, every later
-kernel returns at once, and the output is NaN. `trace`, a kernel's last parameter: see `runtime.timeline_device`.
-
-FP8: a partial sum for another rank is sent as E4M3, `width` bytes, then float32 factors, one for each GROUP columns, in
-the room that a row of bf16 would take; one for this rank's own tokens is bf16. HARDWARE: the GPU has the casts."""
+kernel returns at once, and the output is NaN. `trace`, a kernel's last parameter: see `runtime.timeline_device`."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from envoi.epilogues.codes_triton import from_e4m3, widen
+from envoi.epilogues.codes_triton import widen
 from envoi.epilogues.device import bf16
-from envoi.epilogues.tile_triton import times_group
-from envoi.ops.moe.kernels import quantized
 from envoi.runtime.timeline_device import note_begin, note_moment
 
 # Outcome of a call so far: `state[OUTCOME]`.
@@ -37,8 +32,6 @@ LATE_AT_DISPATCH: tl.constexpr = tl.constexpr(1)
 LATE_AT_COMBINE: tl.constexpr = tl.constexpr(2)
 REFUSED_ON_HOST: tl.constexpr = tl.constexpr(3)
 BAD_IDS: tl.constexpr = tl.constexpr(4)
-
-GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a factor
 
 # Entries of `state`, int32.
 ARRIVALS: tl.constexpr = tl.constexpr(0)  # peers that dispatch has heard from; 0 between calls
@@ -148,30 +141,6 @@ def row_positions(memory, experts, source, token):
     return tl.where(token.is_local, pos + shift, -1)
 
 
-@triton.jit
-def store_fp8(to, first, width, total, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
-    """Store columns first : first + BLOCK of a partial sum, float32 [BLOCK], as E4M3 and factors. to: its room."""
-    values, sf = quantized(tl.reshape(total, (1, BLOCK)), GROUP, False, HARDWARE)
-    columns = first + tl.arange(0, BLOCK)[None, :]
-    groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-    tl.store(to.to(tl.pointer_type(tl.uint8)) + columns, values, mask=columns < width)
-    factors = to.to(tl.pointer_type(tl.float32)) + width // 4 + groups
-    tl.store(factors, sf, mask=groups < width // GROUP)
-
-
-@triton.jit
-def load_fp8(room, first, width, used, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return columns first : first + BLOCK of a partial sum that `store_fp8` stored, float32 [BLOCK]; 0 unless used."""
-    columns = first + tl.arange(0, BLOCK)[None, :]
-    groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-    at = room.to(tl.pointer_type(tl.uint8)) + columns
-    values = tl.load(at, mask=(columns < width) & used, other=0)
-    factors = room.to(tl.pointer_type(tl.float32)) + width // 4 + groups
-    sf = tl.load(factors, mask=(groups < width // GROUP) & used, other=0.0)
-    values = values.to(tl.float8e4nv, bitcast=True).to(tl.float32) if HARDWARE else from_e4m3(values)
-    return tl.reshape(times_group(values, sf, GROUP), (BLOCK,))
-
-
 class ResultRows(NamedTuple):
     """L2's rows on this rank [P, width] bf16, sorted by expert, and which of num_ranks this rank is."""
 
@@ -182,9 +151,7 @@ class ResultRows(NamedTuple):
 
 
 @triton.jit
-def send_partial_sum(
-    memory, experts, token, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr
-):  # fmt: skip
+def send_partial_sum(memory, experts, token, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum a SourceToken's rows on this rank in the order of its slots, round once, and send the sum to its rank."""
     found = token_slots(memory, experts, token, SLOTS)
     width = results.width
@@ -199,19 +166,13 @@ def send_partial_sum(
                 row = tl.max(tl.where(found.lane == i, pos, -1), 0).to(tl.int64)
                 if row >= 0:
                     total += widen(tl.load(results.rows + row * width + columns, mask=columns < width, other=0.0))
-            if FP8:
-                if token.source == results.rank:
-                    tl.store(to + columns, bf16(total), mask=columns < width)
-                else:
-                    store_fp8(to, first, width, total, BLOCK, HARDWARE)
-            else:
-                tl.store(to + columns, bf16(total), mask=columns < width)
+            tl.store(to + columns, bf16(total), mask=columns < width)
 
 
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def send_partial_sums_kernel(
     peers, regions, row_shift, state, results, width, rank, num_ranks, slot_capacity, first_expert, num_local,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, trace,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, trace,
 ):  # fmt: skip
     """Send each token's sum of L2's rows on this rank, in the order of `pull_kernel`; only with presum."""
     note_begin(trace, 0, 0, 0)
@@ -224,7 +185,7 @@ def send_partial_sums_kernel(
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            send_partial_sum(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK, FP8, HARDWARE)
+            send_partial_sum(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK)
     note_moment(trace, 0, 0, 1)
 
 
@@ -264,14 +225,14 @@ def sum_kernel(slots, topk_ids, out, state, width, K: tl.constexpr, BLOCK: tl.co
     note_moment(trace, 0, 0, 1)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit
 def sum_ranks_kernel(
-    partial_sums, topk_ids, rank_ends, out, state, width, k, rank,
-    RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, trace,
+    partial_sums, topk_ids, rank_ends, out, state, width, k,
+    RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, trace,
 ):  # fmt: skip
     """Sum the partial sums of a token, in the order of the ranks that sent them, in float32; only with presum.
 
-    partial_sums [M * RANKS, width] bf16. rank: this one. rank_ends [RANKS]: one past each rank's last expert.
+    partial_sums [M * RANKS, width]. rank_ends [RANKS]: one past each rank's last expert.
     """
     note_begin(trace, 0, 0, 0)
     m = tl.program_id(0)
@@ -283,13 +244,8 @@ def sum_ranks_kernel(
     for s in tl.static_range(RANKS):
         last = tl.load(rank_ends + s)
         used = tl.max(((e >= first) & (e < last)).to(tl.int32), 0) > 0
-        room = partial_sums + (m.to(tl.int64) * RANKS + s) * width
-        if FP8:
-            own = used & (rank == s)
-            total += widen(tl.load(room + columns, mask=(columns < width) & own, other=0.0))
-            total += load_fp8(room, tl.program_id(1) * BLOCK, width, used & (rank != s), BLOCK, HARDWARE)
-        else:
-            total += widen(tl.load(room + columns, mask=(columns < width) & used, other=0.0))
+        at = partial_sums + (m.to(tl.int64) * RANKS + s) * width + columns
+        total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
         first = last
     store_total(out, m, columns, width, total, state)
     note_moment(trace, 0, 0, 1)

@@ -34,7 +34,7 @@ from envoi.ops.moe.one_launch.config import FORMAT, NUM_COUNTERS
 from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.permute import MAX_SUM_COLUMNS, RowBuffers, empty_rows
 from envoi.quant.formats import Scheme, format_named
-from envoi.runtime.devices import casts_e4m3, num_sms, on_gpu
+from envoi.runtime.devices import num_sms, on_gpu
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.prepared import Calls
 from envoi.runtime.timeline import UNTRACED
@@ -82,8 +82,7 @@ class Regions(NamedTuple):
 class SharedLayout:
     """Sizes that all ranks agree on, and the layout of a rank's memory. max_tokens: of a rank; num_topk: of a token.
 
-    format: of the experts. presum: a rank sums the rows of a token before it sends them back. fp8_sums: as E4M3, with a
-    float32 factor for each 128 columns; needs presum."""
+    format: of the experts. presum: a rank sums the rows of a token before it sends them back."""
 
     num_ranks: int
     num_experts: int
@@ -92,7 +91,6 @@ class SharedLayout:
     hidden: int
     format: str
     presum: bool = False
-    fp8_sums: bool = False
 
     @property
     def slot_capacity(self) -> int:
@@ -131,7 +129,7 @@ class SharedLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of room for a row that is sent back, bf16; with fp8_sums not all of them are sent."""
+        """Bytes of a row that is sent back, bf16."""
         return self.hidden * 2
 
     @cached_property
@@ -420,7 +418,7 @@ def send_partial_sums(domain: Domain, rows: torch.Tensor) -> None:
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, rows, layout.hidden, domain.rank,
         layout.num_ranks, layout.slot_capacity, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
-        min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)), layout.fp8_sums, casts_e4m3(rows.device), UNTRACED,
+        min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)), UNTRACED,
     )  # fmt: skip
     launch_kernel(COMBINE_KERNELS, "send_partial_sums_kernel", Launch(_loop_grid(rows), arguments, WARPS))
 
@@ -457,8 +455,8 @@ def sum_into(out: torch.Tensor, domain: Domain, topk_ids: torch.Tensor) -> None:
     rows, topk_ids, grid = domain.layout.returned_rows_in(domain.memory), topk_ids.contiguous(), (M, -(-width // block))
     if domain.layout.presum:
         kernel, arguments = "sum_ranks_kernel", (
-            rows, topk_ids, domain.rank_ends, out, domain.state, width, k, domain.rank, domain.layout.num_ranks,
-            next_power_of_2(k), block, domain.layout.fp8_sums, casts_e4m3(out.device), UNTRACED,
+            rows, topk_ids, domain.rank_ends, out, domain.state, width, k, domain.layout.num_ranks, next_power_of_2(k),
+            block, UNTRACED,
         )  # fmt: skip
     else:
         kernel, arguments = "sum_kernel", (rows, topk_ids, out, domain.state, width, k, block, UNTRACED)

@@ -42,7 +42,6 @@ MAX_TIMEOUT_S = 2000  # kernels take it in microseconds, as int32
 NO_FUSED = "tokens, L1 and L2 in one launch took 1.02 times as long as in two over 12 layers on 4 GPUs, and was removed"
 CONNECT_TRIES = 5  # gloo's tries to connect, each with its timeout
 HOSTNAME = "hostname"
-SUM_GROUP = 128  # columns of a sum in FP8 that share a factor
 LEAST_NCCL_TIMEOUT_S = 600.0
 
 _rails: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Any]]" = weakref.WeakKeyDictionary()
@@ -71,18 +70,15 @@ class Peer(NamedTuple):
 class Wanted(NamedTuple):
     """Exchange that a caller wants. route: "hosts", "gathered", "counted", or None: the fastest that there is.
 
-    presum: sum a token's rows before they are sent back; None = where that is predicted to be faster. fp8_sums: send
-    these sums in FP8 over NVLink.
+    presum: sum a token's rows before they are sent back; None = where that is predicted to be faster.
     """
 
     route: str | None
     presum: bool | None
-    fp8_sums: bool = False
 
 
 EXCHANGES = {
     "auto": Wanted(None, None), "rows": Wanted(None, False), "sums": Wanted(None, True),
-    "sums_fp8": Wanted(None, True, True),
     "hosts": Wanted("hosts", False), "hosts+sums": Wanted("hosts", True),
     "gathered": Wanted("gathered", False), "gathered+sums": Wanted("gathered", True),
     "counted": Wanted("counted", False),
@@ -122,9 +118,6 @@ def check_options(
         raise ValueError(f"presum: expected None with exchange {exchange!r}, which says it, got {presum}")
     if hosts is not None and exchange not in ("auto", "hosts", "hosts+sums"):
         raise ValueError(f'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange {exchange!r}')
-    if EXCHANGES[exchange].fp8_sums and experts.hidden % SUM_GROUP:
-        need = f"a hidden size that {SUM_GROUP} divides with {exchange!r}"
-        raise ValueError(f"exchange: expected {need}, got {experts.hidden}")
     wanted = wanted_by(exchange, hosts, presum, None)[0]
     if EXCHANGES[wanted].route in ("gathered", "hosts") and None in (max_tokens, num_topk):
         raise ValueError(f"exchange: expected max_tokens and num_topk with {wanted!r}, got None")
@@ -310,8 +303,7 @@ def open_exchange(
     elif wanted.route is not None:
         why = f"exchange is {wanted.route!r}"
     else:
-        layout = with_presum(layout, intermediate, wanted.presum, team.num_shared)
-        found, why = open_domain(team, replace(layout, fp8_sums=wanted.fp8_sums), group)
+        found, why = open_domain(team, with_presum(layout, intermediate, wanted.presum, team.num_shared), group)
     return found or _open_between_all(team, layout, wanted, group), why
 
 
