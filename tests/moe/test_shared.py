@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from envoi.epilogues import silu
 from envoi.experts import from_state_dict, pack, state_dict, unpack, with_shared
-from envoi.ops.moe import moe
+from envoi.ops.moe import moe, packing
 from envoi.quant import FORMATS
 from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
@@ -89,6 +89,21 @@ def test_parts_have_the_numbers_of_the_whole(format, kind):
             cut = parts_of(want[1][2][:, :, None], 1, 256, ranges)[:, :, 0]
             assert torch.equal(got[2], torch.cat((want[0][2], cut)))
             assert torch.equal(got[3][4:].view(2, count, -1).sum(1), want[1][3])
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp4_fp8", "nvfp4", "mxfp8"])
+def test_in_the_order_of_hoppers_kernels(monkeypatch, format):
+    """Packed for them, a shared expert of 640 is cut between tiles, and filled up with zeros."""
+    layer, shared = make(**SMALL), shared_layer(640)
+    want = unpack(with_shared(layer.pack(format), shared.pack(format)))
+    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
+    routed = layer.pack(format)
+    found = with_shared(routed, shared.pack(format))
+    assert found.order == routed.order and (found.order == "rows") == (format == "mxfp8")
+    assert found.gate_up.scales_at_most_2 == routed.gate_up.scales_at_most_2
+    assert found.down.scales_at_most_2 == routed.down.scales_at_most_2
+    for got, expected in zip(unpack(found)[:2], want[:2], strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("gated", [False, True])
