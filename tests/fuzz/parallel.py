@@ -17,10 +17,11 @@ import envoi
 from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.placement import Placed, place
+from envoi.ops.moe.parallel.placement import with_shared as all_physical
 from envoi.types import Routing
 from tests.fuzz.approx import wrong
 from tests.fuzz.draw import Case, Draw
-from tests.fuzz.experts import Device, Layer, layer, oracle
+from tests.fuzz.experts import Device, Layer, layer, oracle, with_shared
 from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.parallel import domains
 from tests.promises.same_bits import bits
@@ -34,7 +35,8 @@ RANKS = "expert_parallel_ranks"
 class Setting:
     """Layer, the ends of each rank's share of its tokens and experts, and whether ranks sum before they send.
 
-    placement: of experts on ranks, whose ends are then of physical experts; or None.
+    placement: of experts on ranks, whose ends are then of physical experts; or None. num_shared: of the layer's
+    experts, the last ones, which no end, placement or routing counts; each rank has them.
     """
 
     layer: Layer
@@ -42,6 +44,48 @@ class Setting:
     expert_ends: list[int]
     presum: bool
     placement: list[int] | None = None
+    num_shared: int = 0
+
+    @property
+    def num_routed(self) -> int:
+        """Number of experts of a routing."""
+        return self.layer.routing.num_experts - self.num_shared
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each rank's physical experts begin, the shared ones among them."""
+        return [0, *(end + self.num_shared * (rank + 1) for rank, end in enumerate(self.expert_ends))]
+
+    @property
+    def physical(self) -> list[int]:
+        """Expert of the layer that each rank has, rank by rank."""
+        routed, N = self.placement or range(self.num_routed), self.num_routed
+        parts = [routed[a:b] for a, b in pairwise([0, *self.expert_ends])]
+        return [max(0, e) for part in parts for e in (*part, *range(N, N + self.num_shared))]
+
+    @property
+    def whole(self) -> Layer:
+        """The layer whose routing names shared experts too, as its last."""
+        routing = replace(self.layer.routing, num_experts=self.num_routed)
+        return replace(self.layer, routing=with_shared(routing, self.num_shared))
+
+    @property
+    def summed(self) -> Layer:
+        """The layer with physical experts, without a placement, so that each has its rank."""
+        found = self.whole
+        if not self.num_shared:
+            return found
+        ids = found.routing.topk_ids.clone()
+        token = torch.arange(len(ids))[:, None]
+        rank = torch.bucketize(token, torch.tensor(self.token_ends), right=True)
+        owner = torch.bucketize(ids, torch.tensor(self.expert_ends), right=True)
+        owner = torch.where(ids >= self.num_routed, rank, owner)
+        first = torch.tensor(self.offsets)[1:][rank] - self.num_shared
+        moved = torch.where(ids >= self.num_routed, ids - self.num_routed + first, ids + owner * self.num_shared)
+        at = self.physical
+        biases = found.biases and (found.biases[0][at], found.biases[1][at])
+        routing = replace(found.routing, topk_ids=torch.where(ids < 0, ids, moved), num_experts=len(at))
+        return replace(found, gate_up=found.gate_up[at], down=found.down[at], biases=biases, routing=routing)
 
     @property
     def num_ranks(self) -> int:
@@ -53,14 +97,20 @@ class Setting:
         first, last = list(pairwise([0, *self.token_ends]))[rank]
         r = self.layer.routing
         weights, ids = (x[first:last].to(device) for x in (r.topk_weights, r.topk_ids))
-        return self.layer.tokens[first:last].to(device), Routing(weights, ids, r.num_experts)
+        return self.layer.tokens[first:last].to(device), Routing(weights, ids, self.num_routed)
 
     def pack(self, rank: int, device: torch.device) -> Any:
         """Pack a rank's experts."""
-        first, last = list(pairwise([0, *self.expert_ends]))[rank]
-        if self.placement is None:
-            return self.layer.pack(device, first, last)
-        return self.layer.pack(device, at=[max(0, e) for e in self.placement[first:last]])
+        first, last = self.offsets[rank : rank + 2]
+        return replace(self.layer.pack(device, at=self.physical[first:last]), num_shared=self.num_shared)
+
+    def placed(self, rank: int, device: torch.device) -> Placed | None:
+        """Return what maps a rank's ids, None if nothing does."""
+        if self.placement is None and not self.num_shared:
+            return None
+        shared = {"first_shared": self.offsets[rank + 1] - self.num_shared, "num_shared": self.num_shared}
+        every = all_physical(self.placement, self.offsets, self.num_shared)
+        return Placed.on(device, every, self.num_routed, rank, **shared)
 
 
 def setting(draw: Draw) -> Setting:
@@ -70,7 +120,9 @@ def setting(draw: Draw) -> Setting:
     given = layer(draw, most_experts=40)
     while given.routing.num_experts < 2 or (in_one and given.tokens.shape[1] % ALIGNED):
         given = layer(draw, most_experts=40)
-    M, E = len(given.tokens), given.routing.num_experts
+    num_shared = min(draw.form.one((0, 0, 1, 2)), given.routing.num_experts - 2)
+    M, E = len(given.tokens), given.routing.num_experts - num_shared
+    given.routing.topk_ids.masked_fill_(given.routing.topk_ids >= E, -1)
     num_ranks = min(E, gpu_ranks() if way == "memory" else draw.form.one((2, 3)))
     if draw.chance(0.2):  # one rank has all tokens
         owner = draw.random.randrange(num_ranks)
@@ -78,7 +130,7 @@ def setting(draw: Draw) -> Setting:
     else:
         token_ends = [*sorted(draw.random.randint(0, M) for _ in range(num_ranks - 1)), M]
     expert_ends = [*sorted(draw.random.sample(range(1, E), num_ranks - 1)), E]
-    found = Setting(given, token_ends, expert_ends, draw.form.chance(0.5))
+    found = Setting(given, token_ends, expert_ends, draw.form.chance(0.5), None, num_shared)
     if found.presum or not draw.form.chance(0.5):  # sums of ranks depend on which replica computes
         return found
     placement = [*range(E), *(draw.random.randrange(-1, E) for _ in range(draw.form.random.randint(0, 6)))]
@@ -100,26 +152,27 @@ def expert_parallel(draw: Draw) -> Case:
     sums = given.presum and way != "gloo"
     text = (
         f"{given.num_ranks} ranks, {way}, tokens to {given.token_ends}, experts to {given.expert_ends}, presum {sums}, "
-        f"placement {given.placement}, {given.layer.text}"
+        f"placement {given.placement}, the last {given.num_shared} shared, {given.layer.text}"
     )
 
     def judge(got: tuple[torch.Tensor, bool]) -> str:
         out, summed = got
-        ends = tuple(given.expert_ends) if summed else ()
+        ends, whole = (tuple(given.offsets[1:]), given.summed) if summed else ((), given.whole)
         device = Device(draw.device.type == "cuda", way != "gloo", ends)
         tokens = given.layer.tokens
         said = given.layer.stored[2] or ("" if out.dtype == tokens.dtype else f"output is {out.dtype}")
-        said = said or wrong(out, oracle(given.layer, device), tokens.dtype)
-        return said or ("" if summed or way == "gloo" else other_bits(out, given.layer, draw.device))
+        said = said or wrong(out, oracle(whole, device), tokens.dtype)
+        return said or ("" if summed or way == "gloo" else other_bits(out, given, draw.device))
 
     return Case(text, partial(_one, draw), judge)
 
 
-def other_bits(out: torch.Tensor, given: Layer, device: torch.device) -> str:
+def other_bits(out: torch.Tensor, given: Setting, device: torch.device) -> str:
     """Return how many rows have other bits than on one rank, "" if none has."""
-    r = given.routing
-    routing = Routing(r.topk_weights.to(device), r.topk_ids.to(device), r.num_experts)
-    want = envoi.moe(given.tokens.to(device), routing, given.pack(device), batch_invariant=True).cpu()
+    r = given.layer.routing
+    routing = Routing(r.topk_weights.to(device), r.topk_ids.to(device), given.num_routed)
+    packed = replace(given.layer.pack(device), num_shared=given.num_shared)
+    want = envoi.moe(given.layer.tokens.to(device), routing, packed, batch_invariant=True).cpu()
     count = int((bits(out) != bits(want)).any(-1).sum())
     return f"{count} of {len(out)} rows have other bits than on one rank" if count else ""
 
@@ -202,27 +255,25 @@ def _on_rank(rank: int, given: Setting, group: Any, device: torch.device) -> Any
 def attempt_in_one_process(draw: Draw) -> Any:
     """Run a case with all ranks in this process, each step on every rank in turn."""
     given, device = setting(draw), draw.device
-    r = given.layer.routing
-    M, k = r.topk_ids.shape
+    M, k = given.layer.routing.topk_ids.shape
     layout = SharedLayout(
         given.num_ranks,
-        given.expert_ends[-1],
+        given.offsets[-1],
         max(1, M),
-        k,
+        k + given.num_shared,
         given.layer.tokens.shape[1],
         given.layer.format,
         given.presum,
     )
     try:
-        opened = domains.open_all(layout, [0, *given.expert_ends], str(device))
+        opened = domains.open_all(layout, given.offsets, str(device))
         parts = []
         for rank in range(given.num_ranks):
             tokens, routing = given.part(rank, device)
             routing = replace(routing, topk_weights=routing.topk_weights.float(), topk_ids=routing.topk_ids.int())
-            if given.placement is not None:
-                placed = Placed.on(device, given.placement, r.num_experts, rank)
+            if (placed := given.placed(rank, device)) is not None:
                 slots = place(placed, routing.topk_weights.contiguous(), routing.topk_ids.contiguous())
-                routing = Routing(*slots, len(given.placement))
+                routing = Routing(*slots, given.offsets[-1])
             parts.append((tokens.bfloat16(), routing))
         outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
     except Exception as error:
