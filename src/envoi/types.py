@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from envoi.check import expect_device
+from envoi.check import expect_device, expect_tensor
 
 UNGATED = ("silu", "relu2")  # activations of experts that have no gate: gate_up is up alone
 LONGEST = 80  # characters of a text in a repr
@@ -190,7 +190,8 @@ class ExpertWeights(_Printed):
         with theirs at the end.
     shared_gate [H] float32: a token's weight of these is sigmoid(token @ shared_gate); None: it is 1.
 
-    Raises ValueError for another layout, or a limit that isn't positive.
+    Raises ValueError for another layout, a limit that isn't positive, more shared experts than there are, or another
+    gate.
     """
 
     gate_up: Matrix
@@ -209,8 +210,11 @@ class ExpertWeights(_Printed):
         limit = self.swiglu_limit
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit!r}")
-        if self.num_shared and not 0 <= self.num_shared <= self.num_local_experts:
-            raise ValueError(f"num_shared: expected 0 to {self.num_local_experts}, got {self.num_shared!r}")
+        shared, gate = self.num_shared, self.shared_gate
+        if not isinstance(shared, int) or (shared and not 0 <= shared <= self.num_local_experts):
+            raise ValueError(f"num_shared: expected 0 to {self.num_local_experts}, got {shared!r}")
+        if gate is not None:
+            expect_tensor("shared_gate", gate, torch.float32, (self.hidden,), self.device)
         known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
         if self.gate_up_layout not in known:
             need = " or ".join(map(repr, known))

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from envoi.epilogues import silu
 from envoi.experts import from_state_dict, pack, state_dict, unpack, with_shared
-from envoi.ops.moe import moe, packing
+from envoi.ops.moe import moe, packing, reference
 from envoi.quant import FORMATS
 from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
@@ -124,7 +124,7 @@ def test_slots_written_by_hand_give_the_same_bits():
         r, every = layer.routing, torch.arange(4, 7, dtype=torch.int32).expand(9, 3)
         weights = torch.ones(9, 3)
         if given is not None:
-            weights = (layer.tokens.float() @ gate).sigmoid()[:, None].expand(9, 3)
+            weights = (layer.tokens.float() * gate).sum(1).double().sigmoid().float()[:, None].expand(9, 3)
         by_hand = Routing(torch.cat((r.topk_weights, weights), 1), torch.cat((r.topk_ids, every), 1), 7)
         plain = replace(experts, num_shared=0, shared_gate=None)
         assert_same_bits(moe(layer.tokens, layer.routing, experts), moe(layer.tokens, by_hand, plain))
@@ -250,8 +250,36 @@ def test_other_things_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match="^" + said):
             with_shared(*given)
-    with pytest.raises(ValueError, match="num_shared: expected 0 to 4, got 5"):
-        replace(routed, num_shared=5)
+    for count in (5, -1, 1.5):
+        with pytest.raises(ValueError, match=f"^num_shared: expected 0 to 4, got {count}"):
+            replace(routed, num_shared=count)
+    empty = replace(routed, gate_up=routed.gate_up[:0], down=routed.down[:0])
+    with pytest.raises(ValueError, match="^shared: expected at least one expert, got none"):
+        with_shared(routed, empty)
+    for gate, came in ((torch.ones(256).bfloat16(), "bfloat16"), (torch.ones(1, 256), r"float32 \[1, 256\]")):
+        with pytest.raises(ValueError, match=f"^shared_gate: expected float32 \\[256\\], got {came}"):
+            replace(routed, num_shared=1, shared_gate=gate)
+    with pytest.raises(ValueError, match="^shared_gate: expected a tensor on cpu"):
+        replace(routed, num_shared=1, shared_gate=torch.ones(256, device="meta"))
+
+
+def test_a_gate_does_not_depend_on_other_tokens():
+    tokens = torch.randn(120, 2048, generator=torch.Generator().manual_seed(7)).bfloat16()
+    weights, ids = torch.zeros(120, 0), torch.zeros(120, 0, dtype=torch.int32)
+
+    def weigh(part: slice) -> torch.Tensor:
+        return reference.with_shared(tokens[part], weights[part], ids[part], 4, 1, gate_of(2048))[0]
+
+    want = weigh(slice(None))
+    for first, last in ((0, 1), (3, 4), (5, 12), (30, 60), (7, 107)):
+        assert_same_bits(weigh(slice(first, last)), want[first:last])
+
+
+def test_biases_are_cut_whatever_the_default_device():
+    layers = make(**SMALL, bias=True), shared_layer(512, bias=True)
+    with torch.device("meta"):
+        found = with_shared(*(layer.pack() for layer in layers))
+    assert found.down_bias.device.type == "cpu" and not found.down_bias[5].any()
 
 
 def test_zeros_that_an_activation_does_not_keep_are_refused():

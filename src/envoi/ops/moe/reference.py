@@ -91,7 +91,9 @@ def with_shared(
     if gate is None:
         weights = topk_weights.new_ones(shape)
     else:
-        weights = (tokens.float() @ gate).sigmoid().unsqueeze(1).expand(shape)
+        # Neither a product of matrices nor a sigmoid in float32: on a CPU their bits depend on the other tokens.
+        dot = (tokens.float() * gate).sum(1).double()
+        weights = dot.sigmoid().float().unsqueeze(1).expand(shape)
     return torch.cat((topk_weights, weights), 1), torch.cat((topk_ids, ids), 1)
 
 

@@ -55,9 +55,8 @@ def with_shared(experts: ExpertWeights, shared: ExpertWeights, gate: torch.Tenso
     if bias is not None and down_bias is not None:
         of_parts = cast(torch.Tensor, parts.gate_up_bias)[:, :, None]
         bias = torch.cat((bias, _cut_tensor(of_parts, ROWS, size * per, count, ranges, 0)[:, :, 0]))
-        of_parts = cast(torch.Tensor, parts.down_bias).repeat_interleave(count, 0)
-        of_parts[torch.arange(len(of_parts)) % count > 0] = 0  # added once
-        down_bias = torch.cat((down_bias, of_parts))
+        once = cast(torch.Tensor, parts.down_bias)[:, None]  # the other parts' are zeros
+        down_bias = torch.cat((down_bias, torch.nn.functional.pad(once, (0, 0, 0, count - 1)).flatten(0, 1)))
     joined = replace(
         routed, gate_up=_joined(routed.gate_up, gate_up, "gate_up"), down=_joined(routed.down, down, "down"),
         gate_up_bias=bias, down_bias=down_bias, padding=0, num_shared=shared.num_local_experts * count,
@@ -70,6 +69,8 @@ def _check(experts: ExpertWeights, shared: ExpertWeights) -> None:
     """Raise ValueError unless routed and shared experts can be one layer's."""
     if not isinstance(shared, ExpertWeights):
         raise ValueError(f"shared: expected ExpertWeights from envoi.experts.pack, got {type(shared).__name__}")
+    if not shared.num_local_experts:
+        raise ValueError("shared: expected at least one expert, got none")
     for name, given in (("experts", experts), ("shared", shared)):
         if given.num_shared:
             raise ValueError(f"{name}: expected experts without shared ones, got {given.num_shared} of them")

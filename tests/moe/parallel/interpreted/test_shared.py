@@ -47,6 +47,9 @@ def test_the_kernel_does_what_torch_does(num_tokens, k, gated):
     assert torch.equal(got_weights[:, :k], want_weights[:, :k])
     torch.testing.assert_close(got_weights, want_weights, rtol=2e-6, atol=0)
     assert (got[:, k:] == torch.tensor([8, 9])).all()
+    apart = [torch.stack((x, x), 2)[:, :, 0] for x in (weights, ids, tokens.bfloat16())]
+    for x, expected in zip(place(placed, *apart), (got_weights, got), strict=True):
+        assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize(

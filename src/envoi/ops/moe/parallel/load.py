@@ -17,7 +17,8 @@ class Busiest:
 
     num_calls: calls with a token. rank_calls: those in which `rank` had the most. imbalance: the busiest rank's tokens
     over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many times as long.
-    rank_load, expert_load: tokens over the mean of all ranks, of all experts; with a placement of physical ones.
+    rank_load, expert_load: tokens over the mean of all ranks, of all experts; with a placement of the physical
+        ones that it uses. Shared experts count for ranks alone.
     """
 
     num_calls: int
@@ -42,9 +43,10 @@ class Load:
 
     num_tokens_per_expert [calls, num_experts] int32, the newest call last: slots with the expert, on the device where
     they were counted; -1 for calls that haven't been made. expert_offsets: rank r owns experts expert_offsets[r] :
-    expert_offsets[r + 1]. With a placement these are physical experts: per_physical [calls, num_physical] int32,
-    and placement, which experts they are; calls before the last `update_placement` aren't kept. Tokens of a missing
-    expert, which come out NaN, count for the physical expert that computed them, and for the expert that it is, if any.
+    expert_offsets[r + 1]. With a placement, or shared experts, these are physical experts: per_physical
+    [calls, num_physical] int32, and placement, which experts they are, -1 for unused and shared ones; calls before the
+    last `update_placement` aren't kept. Tokens of a missing expert, which come out NaN, count for the physical expert
+    that computed them, and for the expert that it is, if any.
 
     Tensors are filled in the order of the device's stream; printing a Load, or `busiest`, waits for them.
     """
@@ -78,12 +80,14 @@ class Load:
         # The rank that most calls wait for; of several the one with more tokens, of those the lower.
         rank = max(range(len(totals)), key=lambda r: (int(wins[r]), float(totals[r]), -r))
         first, last = self.expert_offsets[rank], self.expert_offsets[rank + 1]
-        of_experts = experts.sum(0)
+        # Shared experts have every token of their rank, which no placement changes: of all others the busiest.
+        owned = torch.tensor(self.placement or range(experts.shape[1]), device="cpu") >= 0
+        of_experts = torch.where(owned, experts.sum(0), 0.0)
         busy = first + int(of_experts[first:last].argmax())
         return Busiest(
             len(ranks), rank, int(wins[rank]), float((ranks.amax(1) / ranks.mean(1)).mean()),
             float(totals[rank] / totals.mean()), busy if self.placement is None else self.placement[busy],
-            float(of_experts[busy] / of_experts.mean()),
+            float(of_experts[busy] / of_experts[owned].mean()),
         )  # fmt: skip
 
     def __str__(self) -> str:

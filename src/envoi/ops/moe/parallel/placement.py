@@ -210,7 +210,8 @@ def place(
     if not ids.numel():
         return weights, ids
     sizes = placed.rank, placed.num_experts, placed.num_physical, placed.first_shared
-    arguments = topk_ids, topk_weights, placed.table, *added.given, ids, weights, *added.sizes, *sizes, *added.form
+    slots = topk_ids.contiguous(), topk_weights.contiguous()
+    arguments = *slots, placed.table, *added.given, ids, weights, *added.sizes, *sizes, *added.form
     launch_kernel(KERNELS, "place_kernel", Launch(added.grid, arguments, {"num_warps": 4}))
     return weights, ids
 
