@@ -89,6 +89,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("w4a8-few-", {"tensor core": "QGMMA"}),
     ("w4a8-permute", {}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
+    ("router-sm100", {"tensor core": "UTCHMMA", **LOADS, "tensor memory load": "LDTM"}),
     ("router-sm90-choice", {}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
