@@ -31,8 +31,7 @@ class Case:
     """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
     rule: a model's name, "softmax" or "identity". kernel: "sm90", "sm100" or "triton". hashed: experts are looked up.
-    everything: return all extra outputs that the kernel has. weights: dtype of the weights. kernel_name: which of the
-    call's launches.
+    everything: return all extra outputs. weights: dtype of the weights. kernel_name: which of the call's launches.
     """
 
     name: str
@@ -147,7 +146,7 @@ def launch_of(case: Case) -> Launch:
     call = partial(
         envoi.route, given.tokens, given.gate, case.k, rule=rule, expert_bias=given.expert_bias,
         token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted,
-        return_dense=wanted and case.kernel != "sm100", return_counts=wanted, weights_dtype=DTYPES[case.weights],
+        return_dense=wanted, return_counts=wanted, weights_dtype=DTYPES[case.weights],
     )  # fmt: skip
     return launch_of_call(call, case.kernel_name, arch=arch)
 

@@ -45,7 +45,7 @@ def test_calls_that_it_takes(arch):
     calls: list[dict[str, Any]] = [
         {}, {"n": 512}, {"n": 1, "k": 1}, {"k": 32}, {"dtype": torch.float16}, {"hidden": 24},
         {"expert_bias": bias, "rule": "deepseek-v3"}, {"logit_bias": bias, "rule": Rule("softmax_over_topk")},
-        {"return_logits": True, "return_counts": True}, {"weights_dtype": torch.float16},
+        {"return_logits": True, "return_dense": True, "return_counts": True}, {"weights_dtype": torch.float16},
     ]  # fmt: skip
     for options in calls:
         assert grid(arch=arch, **options) == TAKEN, options
@@ -66,7 +66,6 @@ def test_calls_that_it_takes(arch):
         ({"n": 513}, "gate.shape[0]: tensor memory has 512 columns, got 513 experts"),
         ({"rule": Rule("sigmoid", 16, 4)}, "rule.num_groups: a thread keeps the scores of at most 8 groups, got 16"),
         ({"table": True}, "hash_table: experts are looked up, not chosen"),
-        ({"return_dense": True}, "return_dense: a row's columns come before its experts are known"),
     ],
 )
 def test_calls_that_it_leaves_to_triton(options, reason, monkeypatch):

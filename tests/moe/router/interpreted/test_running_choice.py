@@ -40,25 +40,26 @@ def rows_kernel(products, width, num_rows, scalars, tables, outputs, NUM_CHUNKS:
 
 
 def chosen(x, k, rule, alpha=1.0, logit_bias=None, expert_bias=None):
-    """Return weights, ids, logits and counts of experts of products x [ROWS, N]."""
+    """Return weights, ids, logits, dense weights and counts of experts of products x [ROWS, N]."""
     rows, n = x.shape
-    spec = spec_of(n, k, rule, logit_bias, expert_bias, False, (True, False, True))
+    spec = spec_of(n, k, rule, logit_bias, expert_bias, False, (True, True, True))
     num_chunks = -(-n // CHUNK)
     products = torch.full((TILE, num_chunks * CHUNK), 7.0)  # of columns and rows that don't exist
     products[:rows, :n] = x
     weights, ids = torch.full((TILE, k), torch.nan), torch.full((TILE, k), -7, dtype=torch.int32)
-    stored, counts = torch.full((rows, n), torch.nan), torch.zeros(n, dtype=torch.int32)
+    stored, dense = torch.full((rows, n), torch.nan), torch.full((rows, n), torch.nan)
+    counts = torch.zeros(n, dtype=torch.int32)
     rows_kernel[(1,)](
         products, products.shape[1], rows, Scalars(alpha, rule.routed_scale, k),
-        Tables(logit_bias, expert_bias, None, None, 0), Outputs(weights, ids, stored, None, counts), num_chunks, spec,
+        Tables(logit_bias, expert_bias, None, None, 0), Outputs(weights, ids, stored, dense, counts), num_chunks, spec,
     )  # fmt: skip
     assert bool((ids[rows:] == -7).all()), "rows that don't exist were stored"
-    return weights[:rows], ids[:rows], stored, counts
+    return weights[:rows], ids[:rows], stored, dense, counts
 
 
 def judge(x, k, rule, alpha=1.0, logit_bias=None, expert_bias=None):
-    """Assert the reference's experts, weights to a few roundings, and the counts that these imply."""
-    weights, ids, stored, counts = chosen(x, k, rule, alpha, logit_bias, expert_bias)
+    """Assert the reference's experts, weights to a few roundings, and the dense weights and counts that these imply."""
+    weights, ids, stored, dense, counts = chosen(x, k, rule, alpha, logit_bias, expert_bias)
     want = x * alpha if logit_bias is None else x * alpha + logit_bias
     assert_same_bits(stored, want)
     best, want_ids = reference.select(want, k, rule, expert_bias)
@@ -69,6 +70,7 @@ def judge(x, k, rule, alpha=1.0, logit_bias=None, expert_bias=None):
     else:
         assert_same_bits(ids, want_ids)
     torch.testing.assert_close(weights, best, rtol=4e-6, atol=1e-36)
+    assert_same_bits(dense, reference.to_dense(weights, ids, x.shape[1]))
     assert_same_bits(counts, reference.count_tokens(ids, x.shape[1]))
 
 

@@ -148,7 +148,7 @@ def blackwell_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int]
         descriptor(tma_ready(call.tokens), ROWS, tiling.block_k),
         descriptor(tma_ready(call.gate), tiling.width, tiling.block_k),
         M, hidden, call.alpha, call.routed_scale, logit_bias, expert_bias, outputs["weights"], outputs["ids"],
-        outputs["logits"], _from(counters, 1), counts, offsets, counters, tiling, spec,
+        outputs["logits"], outputs["dense"], _from(counters, 1), counts, offsets, counters, tiling, spec,
     )  # fmt: skip
     return (cdiv(M, ROWS),), arguments, {"num_warps": ROWS // 32}
 

@@ -126,8 +126,8 @@ def multiply_all(stages, accs, row):
 
 @gluon.jit
 def router_kernel(
-    x_desc, y_desc, num_tokens, hidden, alpha, routed_scale, logit_bias, expert_bias, weights, ids, logits, histogram,
-    counts, offsets, counter, tiling: gl.constexpr, spec: gl.constexpr,
+    x_desc, y_desc, num_tokens, hidden, alpha, routed_scale, logit_bias, expert_bias, weights, ids, logits, dense,
+    histogram, counts, offsets, counter, tiling: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """Multiply 128 rows, then choose their experts; the last CTA of all stores the counts. Grid: (blocks of rows,)."""
     row = gl.program_id(0) * 128
@@ -145,7 +145,7 @@ def router_kernel(
     columns = gl.arange(0, tiling.chunk, gl.SliceLayout(0, layout))[None, :]
     positions = Positions(columns, gl.arange(0, spec.slots, gl.SliceLayout(0, slots))[None, :], None)
     tables = Tables(logit_bias, expert_bias, None, None, 0)
-    args = Args(Scalars(alpha, routed_scale, spec.k), tables, Outputs(weights, ids, logits, None, histogram))
+    args = Args(Scalars(alpha, routed_scale, spec.k), tables, Outputs(weights, ids, logits, dense, histogram))
     products = Products(chunks, tiling)
     choose_running(products, rows, rows < num_tokens, positions, args, load_products, tiling.num_chunks, spec)
     finish_counts(histogram, Counts(counts, offsets, counter), spec)

@@ -30,7 +30,7 @@ from envoi.ops.moe.router.selection import as_in, is_finite, merge_two, score_of
 def choose_running(
     products, rows, live, positions, args, LOAD: tl.constexpr, NUM_CHUNKS: tl.constexpr, spec: tl.constexpr
 ):
-    """Choose the experts of rows [R]; store all outputs but dense weights and counts, and count experts if wanted.
+    """Choose the experts of rows [R]; store all outputs but counts, and count experts if wanted.
 
     live [R]: rows that exist. positions: columns [1, C] of a chunk, slots [1, slots]. Rows and columns have the layout
     of a chunk's products.
@@ -49,7 +49,12 @@ def choose_running(
         if spec.rule.num_groups > 1:
             key = tl.where((kept[:, None] >> (columns // spec.group_size)) & 1 != 0, key, -INF)
         places = put_chunk(places, key, logits, i * columns.shape[1], spec)
-    store_places(places, rows, live, softmax, positions.slots, args, spec)
+    weights = store_places(places, rows, live, softmax, positions.slots, args, spec)
+    if spec.want_dense:
+        weights = split_columns(weights, rows, spec)
+        for i in range(NUM_CHUNKS):
+            columns = positions.columns + i * positions.columns.shape[1]
+            store_dense_chunk(places.ids, weights, rows, live, columns, args, spec)
 
 
 @triton.jit
@@ -208,7 +213,10 @@ def join_columns(vectors, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.con
 
 @triton.jit
 def store_places(places, rows, live, softmax, slots, args, spec: tl.constexpr):
-    """Store experts and weights of rows [R] that are live, and count their experts. slots: 0, 1, 2, .. [1, slots]."""
+    """Store experts and weights of rows [R] that are live, and count their experts; return the weights [R, slots].
+
+    slots: 0, 1, 2, .. [1, slots].
+    """
     outputs = args.outputs
     found = slots + as_in(rows * 0, tl.max(slots, 1), spec)[:, None]
     of_rows = tl.max(found, 1)
@@ -224,3 +232,16 @@ def store_places(places, rows, live, softmax, slots, args, spec: tl.constexpr):
     tl.store(outputs.weights + at, rounded(weights, outputs.weights), mask=mask)
     if spec.want_counts:
         tl.atomic_add(outputs.histogram + ids, ids * 0 + 1, mask=mask & (ids >= 0), sem="relaxed")
+    return weights
+
+
+@triton.jit
+def store_dense_chunk(ids, weights, rows, live, columns, args, spec: tl.constexpr):
+    """Store a chunk of dense weights: those of ids, k vectors [R], at their columns, zeros elsewhere."""
+    k: tl.constexpr = spec.k
+    all = (columns + rows[:, None] * 0).to(tl.float32) * 0.0
+    for r in tl.static_range(k):
+        all = tl.where(columns == ids[r][:, None], weights[r][:, None], all)
+    dense = args.outputs.dense
+    at = dense + rows.to(tl.int64)[:, None] * spec.num_experts + columns
+    tl.store(at, rounded(all, dense), mask=live[:, None] & (columns < spec.num_experts))

@@ -56,8 +56,6 @@ def why_not(dtypes: tuple[torch.dtype, torch.dtype], spec: Spec) -> str:
         return f"rule.num_groups: a thread keeps the scores of at most {MAX_GROUPS} groups, got {spec.rule.num_groups}"
     if spec.hashed:
         return "hash_table: experts are looked up, not chosen"
-    if spec.want_dense:
-        return "return_dense: a row's columns come before its experts are known"
     return ""
 
 
