@@ -78,7 +78,7 @@ class Chosen(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Best experts of rows so far: tuples of a vector [R] for each of k places, best first. Empty ones: -inf, -1, 0.
+    """Best experts of rows so far: tuples of a vector [R] for each of k places, best first. Empty ones: id -1.
 
     keys: what experts are ranked by. logits: theirs.
     """

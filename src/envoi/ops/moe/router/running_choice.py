@@ -182,10 +182,13 @@ def put(places, key, id, logit, spec: tl.constexpr):
         wins = key > places.keys[r]  # and so it does against all places after this one
         keys += (tl.where(wins, falling_key, places.keys[r]),)
         ids += (tl.where(wins, falling_id, places.ids[r]),)
-        logits += (tl.where(wins, falling_logit, places.logits[r]),)
         falling_key = tl.where(wins, places.keys[r], falling_key)
         falling_id = tl.where(wins, places.ids[r], falling_id)
-        falling_logit = tl.where(wins, places.logits[r], falling_logit)
+        if spec.by_score or spec.has_expert_bias:
+            logits += (tl.where(wins, falling_logit, places.logits[r]),)
+            falling_logit = tl.where(wins, places.logits[r], falling_logit)
+        else:
+            logits += (keys[r],)
     return Places(keys, ids, logits)
 
 
