@@ -91,7 +91,8 @@ ON_BLACKWELL = (
     Case("groups", 16384, 256, 7168, 8, "deepseek-v3", kernel="sm100", everything=True),
     Case("groups-by-max", 9000, 160, 5120, 6, "deepseek-v2", kernel="sm100"),
     Case("two-ctas", 4096, 64, 2048, 4, "glm-4.7-flash", kernel="sm100", weights="bf16"),
-    Case("three-tiles", 8192, 384, 7168, 6, "deepseek-v4-pro", kernel="sm100"),
+    Case("three-tiles", 8192, 384, 7168, 8, "kimi-k2", kernel="sm100", everything=True),
+    Case("root", 4096, 256, 4096, 6, "deepseek-v4-flash", kernel="sm100"),
     Case("many-slots", 2048, 512, 4096, 22, "nemotron-super-v3", kernel="sm100"),
 )  # fmt: skip
 

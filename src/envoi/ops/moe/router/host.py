@@ -9,7 +9,7 @@ from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
 from envoi.ops.moe.router.tiling import RouterTiling, choice_of
-from envoi.ops.moe.router.tiling_blackwell import ROWS, tiling_of, why_not
+from envoi.ops.moe.router.tiling_blackwell import MOST_REGISTERS, ROWS, tiling_of, why_not
 from envoi.runtime import workspace
 from envoi.runtime.devices import has_tensor_memory, implementation, num_sms
 from envoi.runtime.math import cdiv
@@ -150,7 +150,7 @@ def blackwell_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int]
         M, hidden, call.alpha, call.routed_scale, logit_bias, expert_bias, outputs["weights"], outputs["ids"],
         outputs["logits"], outputs["dense"], _from(counters, 1), counts, offsets, counters, tiling, spec,
     )  # fmt: skip
-    return (cdiv(M, ROWS),), arguments, {"num_warps": ROWS // 32}
+    return (cdiv(M, ROWS),), arguments, {"num_warps": ROWS // 32, "maxnreg": MOST_REGISTERS}
 
 
 def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:

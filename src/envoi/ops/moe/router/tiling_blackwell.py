@@ -10,6 +10,7 @@ from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 
 ROWS = 128  # of a CTA: lanes of tensor memory, threads of four warps
+MOST_REGISTERS = 255  # of a thread, as two CTAs have them; unasked the assembler spills at 128
 TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
 MAX_WIDTH = 128  # columns of an instruction, which is as fast as of 256: no more than 127 columns have no expert
 MIN_STAGES = 3
