@@ -647,7 +647,7 @@ def test_other_values_are_refused(monkeypatch, name, value):
 
 
 def test_kernels_are_launched_in_one_place():
-    """A recorder would miss other launches. Blackwell's GEMM isn't run by any operator."""
+    """A recorder would miss other launches. Blackwell's kernels aren't run by any operator."""
     found = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -7,11 +7,12 @@ Tensors have no memory, unless `inputs` is given another way to make them.
 
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 
 import envoi
-from envoi.ops.moe.router import host
+from envoi.ops.moe.router import host, tiling_blackwell
 from envoi.ops.moe.router.presets import preset
 from envoi.ops.moe.router.spec import Rule
 from envoi.runtime.program import Launch, without_memory
@@ -19,7 +20,7 @@ from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER, KernelCase, Make
 from tools.kernel_cases.planning import launch_of_call
 
 VOCABULARY = 1024
-PLANNED_FOR = {"sm90": HOPPER[0], "sm100": BLACKWELL[0], "triton": "sm_120"}
+PLANNED_FOR = {"sm90": HOPPER[0], "sm100": BLACKWELL[0], "triton": BLACKWELL[0]}
 COMPILED_FOR = {
     "sm90": ("on Hopper", HOPPER), "sm100": ("on Blackwell", BLACKWELL), "triton": ("in plain Triton", EVERY_ARCH),
 }  # fmt: skip
@@ -149,7 +150,8 @@ def launch_of(case: Case) -> Launch:
         token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted,
         return_dense=wanted, return_counts=wanted, weights_dtype=DTYPES[case.weights],
     )  # fmt: skip
-    return launch_of_call(call, case.kernel_name, arch=arch)
+    with mock.patch.object(tiling_blackwell, "IS_USED", case.kernel == "sm100"):
+        return launch_of_call(call, case.kernel_name, arch=arch)
 
 
 def kernel_case(case: Case) -> KernelCase:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import envoi
-from envoi.ops.moe.router import Rule, host, kernel_blackwell
+from envoi.ops.moe.router import Rule, host, kernel_blackwell, tiling_blackwell
 from envoi.ops.moe.router.spec import MAX_BLOCK, Spec
 from envoi.ops.moe.router.tiling_blackwell import ROWS, TENSOR_COLUMNS, tiling_of
 from envoi.runtime import ring
@@ -22,6 +22,16 @@ BF16 = torch.bfloat16
 
 
 # Which calls it takes
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch):
+    monkeypatch.setattr(tiling_blackwell, "IS_USED", True)
+
+
+def test_no_call_takes_it_before_it_has_run(monkeypatch):
+    monkeypatch.undo()
+    assert grid() == PORTABLE
 
 
 def grid(m=300, n=256, hidden=1024, k=8, arch="sm_100", dtype=BF16, gate=None, table=False, **options):

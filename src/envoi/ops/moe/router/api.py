@@ -58,9 +58,8 @@ def route(
     Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
     batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
     On a GPU it is one kernel. On Hopper bf16 or fp16 tokens with a gate of the same dtype have a kernel of their own,
-    many tokens of many experts two, which overlap; on sm_100 and sm_103 they have one for up to 512 experts and 8
-    groups, without token_ids, which is compiled and has never run. float32, mixed dtypes and other GPUs run on a Triton
-    kernel, rules of more than 32 groups and CPUs on the torch reference.
+    many tokens of many experts two, which overlap; float32, mixed dtypes and other GPUs run on a Triton kernel, rules
+    of more than 32 groups and CPUs on the torch reference.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
     of a router that no Rule describes. A token id outside the table, or an id in it that isn't from -1 to N - 1, is a
     ValueError too where the reference runs; kernels, whose values the host doesn't see, give that slot id -1 and

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from envoi.ops.moe.router import tiling_blackwell
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
@@ -62,7 +63,7 @@ def run_router(call: Call) -> list[torch.Tensor]:
             counts.zero_()
     elif implementation(call.tokens.device) == "hopper" and takes_hopper(call):
         _run_hopper(call, outputs)
-    elif has_tensor_memory(call.tokens.device) and not why_not_blackwell(call):
+    elif tiling_blackwell.IS_USED and has_tensor_memory(call.tokens.device) and not why_not_blackwell(call):
         _run_blackwell(call, outputs)
     else:
         _run_portable(call, outputs)

@@ -1,4 +1,4 @@
-"""Tiling of the Blackwell router, and which calls it takes. Compiled and counted, never run yet."""
+"""Tiling of the Blackwell router, and which calls it could take. Compiled and counted; never run, so not used yet."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from envoi.ops.moe.router.spec import MAX_BLOCK, Spec
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 
+IS_USED = False  # by calls: not before it has run on a GPU
 ROWS = 128  # of a CTA: lanes of tensor memory, threads of four warps
 MOST_REGISTERS = 255  # of a thread, as two CTAs have them; unasked the assembler spills at 128
 TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
