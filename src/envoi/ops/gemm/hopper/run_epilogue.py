@@ -98,12 +98,13 @@ def load_columns(tile, epilogue):
 def with_addresses(tile, epilogue):
     """Return the arguments with the addresses of a tile's own rows, if rows are scattered and tokens are the M side.
 
-    Ahead of the mainloop, whose products hide the loads: each chunk would wait for them before its first store.
+    Ahead of the mainloop, whose products hide the loads: each chunk would wait for them before its first store. With
+    pingpong the other consumer's products hide that, so the arguments are returned as they are.
     """
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
     code: gl.constexpr = epilogue.code
-    if code.scattered and not cfg.swap_ab:
+    if code.scattered and not cfg.swap_ab and not cfg.pingpong:
         columns: gl.constexpr = min(cfg.epilogue_columns, cfg.block_y) // code.output_specs[0].columns
         bits: gl.constexpr = code.output_specs[0].dtype.itemsize * 8
         rows: gl.constexpr = cfg.rows_per_consumer
