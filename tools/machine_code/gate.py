@@ -57,6 +57,7 @@ HELD = "a thread holds 32 scores between passes over them; yet 40 rows of 12000 
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
+        "experts-both-gemms-sent sm_90": Known(2, 2, TOLD),
         "indexer-select-16384 sm_90": Known(120, 105, HELD),
         "indexer-scores-sm90-4-rows-listed sm_90": Known(2, 2, ONCE_A_TILE),
     },

@@ -6,7 +6,13 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from envoi.ops.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled
 from envoi.ops.gemm.hopper.pipeline import Pipeline, StageBoxes, Written
-from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
+from envoi.ops.gemm.hopper.run_epilogue import (
+    EpilogueArgs,
+    EpilogueBuffers,
+    load_columns,
+    run_epilogue,
+    with_addresses,
+)
 from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler, Unit
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
@@ -117,7 +123,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
         if has_rows:
             m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
             epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
-    columns = load_columns(tile, epilogue)
+    columns, scattering = load_columns(tile, epilogue), with_addresses(tile, epilogue)
     if cfg.pingpong:
         pipeline.wait_for_turn(tiles_multiplied, role)
         tiles_multiplied += 1
@@ -150,7 +156,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
             acc, is_complete = epilogue.split_k.store(accs[0], share, first_slot, unit.split, cfg)
             accs = (acc,)
     if is_complete & has_rows:
-        run_epilogue(accs, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
+        run_epilogue(accs, tile, first_slot, unit.is_split, tiles_done, buffers, scattering)
         tiles_done += 1
     note_moment(args.trace, track, event, 3)
     return step, tiles_done, tiles_multiplied
