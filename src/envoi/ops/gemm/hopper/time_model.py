@@ -24,11 +24,11 @@ class Costs:
     one multiprocessor and by all. one_round: l2_bytes in a plain GEMM without scales along K where each has at most one
     tile: none is a tile behind its neighbours. outside_lines: lines of 128 bytes outside of a matrix that all
     multiprocessors together fill with zeros per cycle. own_lines: by one, of a box of weights that is partly
-    outside. scaled_block: to add up a block of 128 elements of K with its scales.
+    outside; beside its own loads where it has one tile, else all wait. scaled_block: to add up a block of 128 elements of K with its scales.
     wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
     instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
     reading weights once more, for another tile of few tokens, costs this share of reading them from memory, unless
-    NEIGHBOURS read them together.
+    NEIGHBOURS read them together, in 16 bits.
     again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift apart, and
     the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row of weights.
     stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
@@ -53,9 +53,9 @@ class Costs:
     join: float = 0.1
     l2_bytes: float = H200.l2_bytes
     dram_bytes: float = H200.hbm_bytes
-    one_round: float = 100
+    one_round: float = 95
     outside_lines: float = 13
-    own_lines: float = 1
+    own_lines: float = 2
     scaled_block: float = 80
     wide_step: float = 1.02
     wide_tile: float = 1.15
@@ -105,7 +105,8 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     moved += (2 + problem.tma_operand_bytes) * problem.M * problem.N + 2 * 4 * partial_sums
     if problem.M <= FEW_TOKENS and not problem.num_groups:
         token_tiles = cdiv(problem.M, config.block_m)
-        if token_tiles * config.swizzle_rows * config.split_k > NEIGHBOURS:
+        shared = token_tiles * config.swizzle_rows * config.split_k <= NEIGHBOURS and problem.element_bytes == 2
+        if not shared:
             moved += costs.again * (token_tiles - 1) * problem.element_bytes * problem.K * problem.N
     if _are_few_by_expert(problem):
         more = _token_tiles(problem, config) - _busy_groups(problem)
@@ -146,9 +147,12 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     if _shares_weights(problem) and not config.swap_ab:
         loads = (costs.own_row * config.block_x + config.block_y) * row_bytes / costs.shared_bytes
     loads *= problem.K / (config.block_k * cdiv(problem.K, config.block_k))  # the last step may have part of a stage
-    if not problem.num_groups:
-        share = 1 if tiles <= num_sms else 1 / cdiv(problem.N, config.block_n)  # of a CTA's tiles
-        loads += share * _rows_outside_of_box(problem, config) * row_bytes / 128 / costs.own_lines
+    filled = _rows_outside_of_box(problem, config) * row_bytes / 128 / costs.own_lines
+    drift = 0.0
+    if tiles <= num_sms:
+        loads += filled
+    else:
+        drift = filled  # tiles that take longer hold up neighbours, which share less in the L2
     late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
     issue = costs.box * config.boxes_per_stage if config.narrowed else 0.0
     outside = 0.0
@@ -172,6 +176,7 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         units = tiles + tiles % num_sms * (config.split_k - 1)
         tensor = sent_cycles(problem, config, tensor, min(units, num_sms), costs)
     whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    whole, low = whole + drift, low + drift
     if lines:
         whole += (low - whole) / cdiv(problem.N, config.block_n)
     return factor * (whole + added), factor * (low + added)
@@ -214,7 +219,9 @@ def rows_of_neighbours(problem: Problem, config: Config) -> list[tuple[float, fl
 
 
 def _rows_outside_of_box(problem: Problem, config: Config) -> int:
-    """Return the rows that are outside of the matrix in the box with the last weights of a plain GEMM."""
+    """Return the rows that are outside of the matrix in the box with the last weights; 0 in a grouped GEMM."""
+    if problem.num_groups:
+        return 0
     inside = (problem.N - 1) % config.block_n + 1  # rows of the last tile
     if config.swap_ab:
         return -inside % config.rows_per_consumer
