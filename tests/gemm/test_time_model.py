@@ -82,9 +82,11 @@ def test_few_rows_of_nearly_every_expert_fit_one_tile(N, K, experts, rows, eleme
     assert expected_tiles(rows, rows**0.5, 1.0, chosen.block_m) < 1.12, chosen.label()
 
 
-# Measured: L1 of Mixtral 514 us in tiles of 64 tokens beside 128 features, 466 in tiles of 128 beside 256, 482 to 496 in
-# those of 128 in turns, L2 263, 239 and 244; 7168/2048/32/8 470, 468 and 480, 250, 244 and 252 us.
-@pytest.mark.parametrize(("N", "K", "experts"), [(28672, 4096, 8), (4096, 14336, 8), (4096, 7168, 32), (7168, 2048, 32)])
+# Measured: L1 of Mixtral 514 us in tiles of 64 tokens beside 128 features, 466 in tiles of 128 beside 256, 482 to 496
+# in those of 128 in turns, L2 263, 239 and 244; 7168/2048/32/8 470, 468 and 480, 250, 244 and 252 us.
+@pytest.mark.parametrize(
+    ("N", "K", "experts"), [(28672, 4096, 8), (4096, 14336, 8), (4096, 7168, 32), (7168, 2048, 32)]
+)
 def test_experts_with_as_many_rows_as_a_tile_take_a_wider_one(N, K, experts):
     by_tma = lower(expert_l2(False).ir, torch.bfloat16, "gluon", False, True, frozenset())
     chosen = default_config(Problem(64 * experts, N, K, 2, experts), by_tma, NUM_SMS)

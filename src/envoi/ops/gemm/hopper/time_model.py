@@ -17,29 +17,29 @@ class Costs:
     `tools/time_models` fits them to bench/gemm_times.jsonl.
 
     launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
-    consumer's accumulators in its epilogue, by four warps, and beyond that, by however many warps, for each
-    consumer of the tile, if it loads an operand by TMA. step: around the loads of a stage. latency: from a stage's
-    release to its next fill. held_stages: stages whose wgmma may not have completed. part: around one part of a
-    split tile. join: to store or to add one accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by
-    one multiprocessor and by all. one_round: l2_bytes in a plain GEMM without scales along K where each has at most one
-    tile: none is a tile behind its neighbours. outside_lines: lines of 128 bytes outside of a matrix that all
-    multiprocessors together fill with zeros per cycle. own_lines: by one, of a box of weights that is partly
-    outside; beside its own loads where it has one tile, else all wait. scaled_block: to add up a block of 128 elements of K with its scales.
-    wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
-    instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
-    reading weights once more, for another tile of few tokens, costs this share of reading them from memory, unless
-    NEIGHBOURS read them together, in 16 bits.
-    again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift apart, and
-    the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row of weights.
-    stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
-    leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
-    factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
-    `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its columns,
-    each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every consumer
-    has for each of its accumulator's values of a thread; those kept are still in the instruction cache. own_row,
-    shared_bytes: loads of a token's row count as so many where an expert has many, and how much one multiprocessor
-    loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them. l2_sends: bytes
-    that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS ask for at once counted once.
+    consumer's accumulators in its epilogue, by four warps, and beyond that, by however many warps, for each consumer of
+    the tile, if it loads an operand by TMA. step: around the loads of a stage. latency: from a stage's release to its
+    next fill. held_stages: stages whose wgmma may not have completed. part: around one part of a split tile. join: to
+    store or to add one accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by
+    all. one_round: l2_bytes in a plain GEMM without scales along K where each has at most one tile: none is a tile
+    behind its neighbours. outside_lines: lines of 128 bytes outside of a matrix that all multiprocessors together fill
+    with zeros per cycle. own_lines: by one, of a box of weights that is partly outside; beside its own loads where it
+    has one tile, else all wait. scaled_block: to add up a block of 128 elements of K with its scales. wide_step,
+    wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an instruction for the
+    second of two widths, at least: it reads the tokens from shared memory once more. again: reading weights once more,
+    for another tile of few tokens, costs this share of reading them from memory, unless NEIGHBOURS read them together,
+    in 16 bits. again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift
+    apart, and the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row
+    of weights. stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features:
+    their rows leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8,
+    narrowed_operand: factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each
+    chunk, if `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its
+    columns, each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every
+    consumer has for each of its accumulator's values of a thread; those kept are still in the instruction cache.
+    own_row, shared_bytes: loads of a token's row count as so many where an expert has many, and how much one
+    multiprocessor loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them.
+    l2_sends: bytes that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS ask for at once counted
+    once.
     """
 
     launch: float = H200.launch_cycles
