@@ -62,7 +62,7 @@ ALL = (
     EXPERTS,
     Used(f"{MOE}.modular_kernel", "FusedMoEActivationFormat", members=("Standard", "BatchedExperts")),
     Used(f"{MOE}.modular_kernel", "FusedMoEKernel", members=("fused_experts",)),
-    Used(f"{MOE}.routed_experts", "RoutedExperts"),
+    Used(f"{MOE}.routed_experts", "RoutedExperts", methods={"get_expert_weights": ()}),
     OWN,
     Used(
         f"{MOE}.utils", "moe_kernel_quantize_input",
@@ -93,6 +93,7 @@ ALL = (
         members=("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"),
     ),
     Used("vllm.config", "get_current_vllm_config_or_none"),
+    Used("vllm.distributed.parallel_state", "get_ep_group"),
     *(
         Used(KEYS, name)
         for name in (
