@@ -119,10 +119,6 @@ ROUTE = (
     Used(f"{ROUTERS}.fused_topk_router", "FusedTopKRouter"),
     Used(f"{ROUTERS}.fused_topk_bias_router", "FusedTopKBiasRouter"),
     Used(f"{ROUTERS}.grouped_topk_router", "GroupedTopKRouter"),
-    Used("vllm.forward_context", "get_forward_context"),
-    Used("vllm.forward_context", "is_forward_context_available"),
-    Used("vllm.forward_context", "ForwardContext", members=("is_padding",)),
-    Used("vllm.envs", "environment_variables"),
     Used("vllm.config", "get_current_vllm_config_or_none"),
 )  # fmt: skip
 EXCHANGE = (
