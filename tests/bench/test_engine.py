@@ -48,7 +48,7 @@ def answers(first_us: float) -> Found:
     return Found(ready, {"same_again": True}, rounds, [first_us > 5, first_us < 5] * 2)
 
 
-def measured(monkeypatch, found: dict[str, Found], error: object = None) -> tuple[list, list, list]:
+def measured(monkeypatch, found: dict[str, Found], error: Exception | None = None) -> tuple[list, Bench, list]:
     """Return the cases of gpt-oss, a function that measures one, and the commands that were started."""
     asked = []
 
