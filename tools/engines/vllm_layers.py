@@ -419,7 +419,7 @@ def main() -> None:
                     raise
     from tools.engines.vllm_memory import check_moves, check_sleep
 
-    more = {"loaded anew": check_loading, "failures": check_failures, "asleep": check_sleep, "moved": check_moves}
+    more = {"loaded anew": check_loading, "failures": check_failures, "moved": check_moves, "asleep": check_sleep}
     for name, check in more.items():
         if checks.wants(name):
             check(checks.judge)
