@@ -57,6 +57,7 @@ HELD = "a thread holds 32 scores between passes over them; yet 40 rows of 12000 
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
+        "experts-both-gemms-sent sm_90": Known(2, 2, TOLD),
         "indexer-select-16384 sm_90": Known(120, 105, HELD),
         "indexer-scores-sm90-4-rows-listed sm_90": Known(2, 2, ONCE_A_TILE),
     },
@@ -89,6 +90,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("w4a8-few-", {"tensor core": "QGMMA"}),
     ("w4a8-permute", {}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
+    ("router-sm100", {"tensor core": "UTCHMMA", **LOADS, "tensor memory load": "LDTM"}),
     ("router-sm90-choice", {}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
