@@ -353,9 +353,9 @@ def route_share(biases, args):
         else:
             rows, products = products_of(args.stages, sums, row, problem, tiling.rows_per_pass, tiling.lanes)
         if tiling.reroutes_eights and not spec.hashed:
-            again = route_rows(products, rows, rows < end, positions, biases, args.routing, spec)
-            bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
-            if bits != 0:
+            again, doubt = route_rows(products, rows, rows < end, positions, biases, args.routing, spec)
+            if doubt > 0:
+                bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
                 reroute_uncertain(bits, row, args)
         else:
             route_tile(products, rows, rows < end, positions, biases, args.routing, spec)
