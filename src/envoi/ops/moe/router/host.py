@@ -153,7 +153,7 @@ def hopper_launches(
         rows, first = slice(first, first + share.num_rows), first + share.num_rows
         some = (call, outputs) if len(shares) == 1 else _of_rows(call, outputs, rows)
         met = counters if _num_met(share) else None
-        found += _launches_of(*some, share.tiling, met, counted)
+        found += _launches_of(*some, share.tiling, met, counted, num_sms)
     return found
 
 
@@ -173,8 +173,9 @@ def _of_rows(call: Call, outputs: dict[str, Any], rows: slice) -> tuple[Call, di
 
 
 def _launches_of(
-    call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None
-) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:
+    call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None,
+    num_sms: int,
+) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:  # fmt: skip
     """Return the launches of some rows. met: their counters. counted: one more, and the histogram."""
     from envoi.ops.moe.router import kernel_hopper, kernel_hopper_choice
 
@@ -201,6 +202,8 @@ def _launches_of(
     if tiling.apart:
         choice, nothing = choice_of(tiling, spec), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
         products = *operands, M, hidden, *nothing, sums, met, tiling, Spec(spec.num_experts, 1, Rule(), gluon=True)
+        if not tiling.single_fill:  # a CTA takes one tile after the other
+            grid = (min(grid[0], num_sms),)
         return [
             (kernel_hopper.router_kernel, grid, products, options),
             (kernel_hopper_choice.choice_kernel, (-(-M // choice.rows_per_pass),),

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
 from envoi.ops.moe.router.device_types import Args, Outputs, Scalars, Tables
-from envoi.ops.moe.router.kernel_hopper_loads import Problem, ProducerArgs, Stages, load_first, producer
+from envoi.ops.moe.router.kernel_hopper_loads import Problem, ProducerArgs, Stages, count_tile, load_first, producer
 from envoi.ops.moe.router.kernel_hopper_logits import (
     biases_of,
     board_of,
@@ -275,7 +275,7 @@ def accumulate(stages, sums, problem):
             totals, step = multiply_blocks(stages, step, part, sums, problem)
             logits_buffer(stages, tiling.tile).index(board_of(turn, tiling)).store(totals[0])
     totals, step = multiply_blocks(stages, step, part, sums, problem)
-    if tiling.parts == 1 and not tiling.apart:
+    if tiling.parts == 1:
         if tiling.rest_n > 0:
             left, right = both_buffers(stages, tiling.tile)
             left.index(0).store(totals[0])
@@ -284,6 +284,21 @@ def accumulate(stages, sums, problem):
             logits_buffer(stages, tiling.tile).index(board_of(tiling.turns - 1, tiling)).store(totals[0])
     elif part.first == 0:
         store_partials(totals, sums, 0, part, problem)
+
+
+@gluon.jit
+def multiply_tiles(stages, exchange, problem):
+    """Multiply one tile after the other and store its sums; the producer counts the arrival of all but the last."""
+    tiling: gl.constexpr = problem.tiling
+    step = 0
+    last = gl.program_id(0)
+    for tile in range(gl.program_id(0), problem.num_parts(), gl.num_programs(0)):
+        part = problem.part_of(tile)
+        totals, step = multiply_blocks(stages, step, part, exchange.sums, problem)
+        store_partials(totals, exchange.sums, 0, part, problem)
+        last = tile
+    role_barrier()
+    count_tile(exchange.counters, last, tiling)
 
 
 @gluon.jit
@@ -367,10 +382,7 @@ def consumer(args):
     tiling: gl.constexpr = args.problem.tiling
     spec: gl.constexpr = args.problem.spec
     if tiling.apart:
-        accumulate(args.stages, args.exchange.sums, args.problem)
-        role_barrier()
-        block = gl.program_id(0) // tiling.parts
-        gl.atomic_add(args.exchange.counters + 2 * block, 1, sem="release", scope="gpu")
+        multiply_tiles(args.stages, args.exchange, args.problem)
     else:
         biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
         accumulate(args.stages, args.exchange.sums, args.problem)
@@ -401,7 +413,7 @@ def router_kernel(
     outputs = Outputs(weights, ids, logits, dense, histogram)
     routing = Args(Scalars(alpha, routed_scale, k), tables, outputs)
     consumer_args = ConsumerArgs(stages, problem, routing, Exchange(sums, counters), Counts(counts, offsets, counter))
-    producer_args = ProducerArgs(x_desc, y_desc, stages, problem)
+    producer_args = ProducerArgs(x_desc, y_desc, stages, problem, counters if tiling.apart else None)
     role_barrier()
     wait_for_grid()  # up to here this may overlap with the kernel before it
     let_next_start()
