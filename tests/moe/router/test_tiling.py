@@ -128,6 +128,21 @@ def test_few_rows_and_few_experts_are_one_launch():
         assert not any(share.tiling.apart for share in shares)
 
 
+@pytest.mark.parametrize(("m", "n", "hidden", "num_sms"), [
+    (4661, 512, 2048, 132), (12000, 288, 4096, 132), (1024, 512, 2048, 132), (5000, 896, 2048, 108),
+    (2048, 256, 512, 132),
+])  # fmt: skip
+def test_a_cta_multiplies_one_tile_after_the_other(m, n, hidden, num_sms):
+    """Check that there are no more CTAs than run at once, but where each fills its stages only once."""
+    call = call_of(m, n, hidden, "qwen3-next")
+    for tiling in apart_candidates(m, hidden, replace(call.spec, gluon=True), num_sms):
+        products, _ = host.hopper_launches(call, host.empty_outputs(call), num_sms, tiling)
+        num_tiles = -(-m // tiling.rows_per_cta) * tiling.parts
+        assert products[1] == (num_tiles if tiling.single_fill else min(num_tiles, num_sms),)
+        if not tiling.single_fill:
+            assert -(-hidden // tiling.block_k) > tiling.num_stages, "a tile is counted after a round of stages"
+
+
 def test_products_and_choice_share_sums_and_counters(monkeypatch):
     taken = []
     monkeypatch.setattr(
@@ -139,7 +154,7 @@ def test_products_and_choice_share_sums_and_counters(monkeypatch):
     assert [kernel.fn.__name__ for kernel, *_ in (products, choice)] == ["router_kernel", "choice_kernel"]
     given = dict(zip(NAMES, products[2], strict=True))
     tiling, sums = given["tiling"], given["sums"]
-    assert products[1] == (-(-4661 // tiling.tile) * tiling.parts,)
+    assert products[1] == (min(-(-4661 // tiling.tile) * tiling.parts, NUM_SMS),)
     assert sums.numel() >= 4661 * 512
     assert len(taken) == 1 and taken[0].numel() == 2 * -(-4661 // tiling.tile) + 513
     assert given["counters"] is choice[2][1] is taken[0] and choice[2][0] is sums

@@ -189,10 +189,12 @@ class Costs:
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
 
-    Of products and choice in two launches. apart_start: of a round of the first. l2_alone: `l2_bytes` at most, if the
-    others load little. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of all
-    rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice that the
-    last of many rounds hides.
+    l2_alone: `l2_bytes` at most, where few multiprocessors load.
+
+    Of products and choice in two launches. apart_start: of the first. between: from a tile of a CTA to its next, whose
+    loads have begun before. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of
+    all rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice that
+    the last of many rounds hides.
     """
 
     start: float = 1500.0
@@ -208,6 +210,7 @@ class Costs:
     sum_bytes: float = 20.0
     wide: float = 1.2
     apart_start: float = 1240.0
+    between: float = 1000.0
     l2_alone: float = 90.0
     choice_start: float = 4750.0
     logit: float = 0.0245
@@ -233,7 +236,8 @@ def predicted_cycles(
         return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    loads = max(_load_cycles(hidden, spec, tiling, costs), _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
+    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
+    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
     products = _product_cycles(hidden, tiling, costs)
     both = loads + products if tiling.single_fill else (loads**3 + products**3) ** (1 / 3)
     rest = 0.0 if tiling.single_fill else costs.roles
@@ -242,6 +246,11 @@ def predicted_cycles(
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (costs.signal if tiling.polls_sums else costs.meet) + 4 * floats / costs.sum_bytes
     return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + _choice_cycles(spec, tiling, costs))
+
+
+def _loading(costs: Costs, ctas: int, waves: int, num_sms: int) -> Costs:
+    """Return the costs with `l2_bytes` as a multiprocessor gets them where not all of them load in every round."""
+    return replace(costs, l2_bytes=min(costs.l2_alone, costs.l2_bytes * num_sms * waves / ctas))
 
 
 def _span(hidden: int, tiling: RouterTiling) -> int:
@@ -292,12 +301,12 @@ def _apart_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms
     """Return the cycles of a launch that only multiplies and one that chooses experts, in part at the same time."""
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    l2_bytes = min(costs.l2_alone, costs.l2_bytes * num_sms * waves / ctas)
-    loads = _load_cycles(hidden, spec, tiling, replace(costs, l2_bytes=l2_bytes))
+    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
     loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
     both = (loads**3 + _product_cycles(hidden, tiling, costs) ** 3) ** (1 / 3)
     stores = 4 * tiling.rows_per_cta * tiling.width / costs.sum_bytes
-    products = costs.cta * min(ctas, num_sms) + waves * (costs.apart_start + both + stores)
+    between = (waves - 1) * costs.between if not tiling.single_fill else (waves - 1) * (costs.apart_start + stores)
+    products = costs.cta * min(ctas, num_sms) + costs.apart_start + waves * both + between + stores
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
     rounds = spec.k + 12 + SCORE_ROUNDS.get(spec.rule.score, 0) * spec.by_score
     choice = M / num_sms * (choice_of(tiling, spec).width * rounds * costs.logit + groups * costs.row_group)

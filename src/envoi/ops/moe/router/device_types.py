@@ -53,10 +53,11 @@ class Biases(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Indices 0, 1, 2, .. of columns [1, C], slots [1, slots], contenders [1, contenders], groups [1, groups] of a tile.
+    """Indices 0, 1, 2, .. of a tile's columns [1, C], slots [1, slots], contenders [1, contenders], groups [1, groups].
 
     Columns and groups have the layout of the logits, slots and contenders any layout that keeps a row in one warp: sums
-    over slots then have one order. contenders: slots of the k best and the next."""
+    over slots then have one order. contenders: slots of the k best and the next.
+    """
 
     columns: Any
     slots: Any
