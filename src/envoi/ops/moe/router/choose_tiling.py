@@ -20,6 +20,7 @@ from envoi.ops.moe.router.tiling import (
     RouterTiling,
     choice_of,
     make,
+    rest_of,
     two_widths,
 )
 from envoi.runtime.devices import H200
@@ -189,7 +190,7 @@ class Costs:
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
 
-    l2_alone: `l2_bytes` at most, where few multiprocessors load.
+    l2_alone: `l2_bytes` at most, where few multiprocessors load; not for few rows or experts, where it chose worse.
 
     Of products and choice in two launches. apart_start: of the first. between: from a tile of a CTA to its next, whose
     loads have begun before. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of
@@ -236,7 +237,10 @@ def predicted_cycles(
         return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
+    if M >= APART_ROWS and spec.num_experts >= APART_EXPERTS:
+        loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
+    else:
+        loads = _load_cycles(hidden, spec, tiling, costs)
     loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
     products = _product_cycles(hidden, tiling, costs)
     both = loads + products if tiling.single_fill else (loads**3 + products**3) ** (1 / 3)
@@ -299,16 +303,29 @@ def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs) -> float:
 
 def _apart_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms: int, costs: Costs) -> float:
     """Return the cycles of a launch that only multiplies and one that chooses experts, in part at the same time."""
-    ctas = -(-M // tiling.rows_per_cta) * tiling.parts
+    rest = rest_of(M, hidden, tiling, num_sms)
+    tiles = -(-M // tiling.rows_per_cta) * tiling.parts
+    ctas = rest.first + (tiles - rest.first) * rest.parts
     waves = -(-ctas // num_sms)
+    rounds = waves - 1 + rest.steps / tiling.steps_each
     loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
-    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
+    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / rounds)
     both = (loads**3 + _product_cycles(hidden, tiling, costs) ** 3) ** (1 / 3)
     stores = 4 * tiling.rows_per_cta * tiling.width / costs.sum_bytes
+    if rest.parts > 1:  # all sets but one are stored and loaded besides
+        stores += (
+            8
+            * (rest.sets - 1)
+            * (tiles - rest.first)
+            / tiling.parts
+            * tiling.rows_per_cta
+            * spec.num_experts
+            / (num_sms * costs.sum_bytes)
+        )
     between = (waves - 1) * costs.between if not tiling.single_fill else (waves - 1) * (costs.apart_start + stores)
-    products = costs.cta * min(ctas, num_sms) + costs.apart_start + waves * both + between + stores
+    products = costs.cta * min(ctas, num_sms) + costs.apart_start + rounds * both + between + stores
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
     rounds = spec.k + 12 + SCORE_ROUNDS.get(spec.rule.score, 0) * spec.by_score
-    choice = M / num_sms * (choice_of(tiling, spec).width * rounds * costs.logit + groups * costs.row_group)
+    choice = M / num_sms * (choice_of(spec, rest.sets > 1).width * rounds * costs.logit + groups * costs.row_group)
     hidden_part = costs.hidden * (1 - 1 / waves) if "maxnreg" in tiling.options else 0.0
     return products + costs.choice_start + choice * (1 - hidden_part)

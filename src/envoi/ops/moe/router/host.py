@@ -8,7 +8,7 @@ import torch
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
-from envoi.ops.moe.router.tiling import RouterTiling, choice_of
+from envoi.ops.moe.router.tiling import RouterTiling, choice_of, rest_of
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.tma import descriptor, tma_ready
@@ -184,7 +184,12 @@ def _launches_of(
     sums = None
     if tiling.polls_sums:
         sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
-    elif tiling.parts > 1 or tiling.apart:
+    elif tiling.apart:
+        rest = rest_of(M, hidden, tiling, num_sms)
+        rest_row = min(rest.first // tiling.parts * tiling.rows_per_cta, M)
+        num_sums = (M + (rest.sets - 1) * (M - rest_row)) * tiling.columns
+        sums = torch.empty(num_sums, dtype=torch.float32, device=device)
+    elif tiling.parts > 1:
         num_sums = tiling.num_sets * row_blocks * tiling.tile * tiling.columns
         sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     counts, offsets = outputs["counts"] or (None, None)
@@ -200,17 +205,19 @@ def _launches_of(
     grid = (row_blocks * tiling.parts,)
     options = tiling.options
     if tiling.apart:
-        choice, nothing = choice_of(tiling, spec), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
-        products = *operands, M, hidden, *nothing, sums, met, tiling, Spec(spec.num_experts, 1, Rule(), gluon=True)
+        choice, nothing = choice_of(spec, rest.sets > 1), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
+        cut, plain = (rest.first, rest.parts, rest.steps), Spec(spec.num_experts, 1, Rule(), gluon=True)
+        products = *operands, M, hidden, *nothing, sums, met, *cut, tiling, plain
+        num_parts = rest.first + (grid[0] - rest.first) * rest.parts
         if not tiling.single_fill:  # a CTA takes one tile after the other
-            grid = (min(grid[0], num_sms),)
+            grid = (min(num_parts, num_sms),)
         return [
             (kernel_hopper.router_kernel, grid, products, options),
             (kernel_hopper_choice.choice_kernel, (-(-M // choice.rows_per_pass),),
-             (sums, met, M, tiling.rows_per_cta, tiling.parts, *routing, choice, spec),
+             (sums, met, M, tiling.rows_per_cta, tiling.parts, rest_row, rest.parts, rest.sets, *routing, choice, spec),
              choice.options),
         ]  # fmt: skip
     if tiling.all_parts_wait:
         options["launch_cooperative_grid"] = True
-    arguments = *operands, M, hidden, *routing, sums, met, tiling, spec
+    arguments = *operands, M, hidden, *routing, sums, met, None, None, None, tiling, spec
     return [(kernel_hopper.router_kernel, grid, arguments, options)]

@@ -44,7 +44,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
 from envoi.ops.moe.router.device_types import Args, Outputs, Scalars, Tables
-from envoi.ops.moe.router.kernel_hopper_loads import Problem, ProducerArgs, Stages, count_tile, load_first, producer
+from envoi.ops.moe.router.kernel_hopper_loads import (
+    Problem,
+    ProducerArgs,
+    Rest,
+    Stages,
+    count_tile,
+    load_first,
+    producer,
+)
 from envoi.ops.moe.router.kernel_hopper_logits import (
     biases_of,
     board_of,
@@ -176,7 +184,9 @@ def store_partial(x, sums, set, m, n, problem):
 def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
     tiling: gl.constexpr = problem.tiling
-    if tiling.polls_sums or tiling.apart:
+    if tiling.apart:  # of sets but the first: rows of tiles that are cut along K
+        return problem.num_tokens - problem.rest.first // tiling.parts * tiling.rows_per_cta
+    elif tiling.polls_sums:
         return problem.num_tokens
     else:
         return gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile
@@ -248,7 +258,10 @@ def multiply_blocks(stages, step, part, sums, problem):
     totals = zeros(tiling)
     for k in range(part.first, part.last, num_steps):
         products, step = multiply(stages, step, gl.minimum(num_steps, part.last - k))
-        if tiling.parts_k > 1:
+        if tiling.apart:
+            if part.first > 0:
+                store_partials(products, sums, (k - problem.rest.steps) // num_steps + 1, part, problem)
+        elif tiling.parts_k > 1:
             if part.first > 0:
                 store_partials(products, sums, (k - tiling.steps_each) // num_steps + 1, part, problem)
         totals = added(totals, products)
@@ -289,16 +302,16 @@ def accumulate(stages, sums, problem):
 @gluon.jit
 def multiply_tiles(stages, exchange, problem):
     """Multiply one tile after the other and store its sums; the producer counts the arrival of all but the last."""
-    tiling: gl.constexpr = problem.tiling
     step = 0
     last = gl.program_id(0)
     for tile in range(gl.program_id(0), problem.num_parts(), gl.num_programs(0)):
         part = problem.part_of(tile)
         totals, step = multiply_blocks(stages, step, part, exchange.sums, problem)
-        store_partials(totals, exchange.sums, 0, part, problem)
+        if part.first == 0:
+            store_partials(totals, exchange.sums, 0, part, problem)
         last = tile
     role_barrier()
-    count_tile(exchange.counters, last, tiling)
+    count_tile(exchange.counters, last, problem)
 
 
 @gluon.jit
@@ -399,16 +412,19 @@ def finish_counts(histogram, totals, spec: gl.constexpr):
             store_counts(histogram, totals.counts, totals.offsets, experts, spec)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rest_first", "rest_parts", "rest_steps"])
 def router_kernel(
     x_desc, y_desc, num_tokens, hidden, alpha, routed_scale, k, logit_bias, expert_bias, token_ids, hash_table,
     vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
-    tiling: gl.constexpr, spec: gl.constexpr,
+    rest_first, rest_parts, rest_steps, tiling: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
-    """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
+    """Set up the stages, then start the consumer, and the producer if stages are filled more than once.
+
+    rest_*: the Rest of a launch that only multiplies, else None.
+    """
     stages = Stages.create(x_desc, y_desc, tiling)
     fence_async_shared()
-    problem = Problem(num_tokens, hidden, tiling, spec)
+    problem = Problem(num_tokens, hidden, Rest(rest_first, rest_parts, rest_steps), tiling, spec)
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     outputs = Outputs(weights, ids, logits, dense, histogram)
     routing = Args(Scalars(alpha, routed_scale, k), tables, outputs)
