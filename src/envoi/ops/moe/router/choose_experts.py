@@ -151,11 +151,11 @@ def store_rows(logits, chosen, rows, softmax, columns, args, spec: tl.constexpr)
 
 
 @triton.jit
-def route_rows(product, rows, live, positions, biases, args, spec: tl.constexpr):
+def route_rows(product, rows, live, positions, biases, args, SETTLE: tl.constexpr, spec: tl.constexpr):
     """Route `rows` [R] by their products [R, C] with the gate; store all outputs but the counts.
 
     Returns the rows that aren't certain, -1 for the others, and 0 if there can be none: of uncertain rows only the
-    logits are stored, the rest by `route_exactly`. live [R]: rows that exist.
+    logits are stored, the rest by `route_exactly`. live [R]: rows that exist. SETTLE: see `choose_fast`.
     """
     logits, usable, softmax = router_logits(product, positions.columns, args.scalars.alpha, biases.logit, spec)
     if spec.want_logits:
@@ -167,7 +167,7 @@ def route_rows(product, rows, live, positions, biases, args, spec: tl.constexpr)
         doubt = 0
     else:
         chosen, certain, doubt = choose_fast(
-            logits, softmax, live, positions, biases.key, args.tables, args.scalars.k, spec
+            logits, softmax, live, positions, biases.key, args.tables, args.scalars.k, SETTLE, spec
         )
     stored = tl.where(live & certain, rows, -1)
     store_rows(logits, chosen, stored, softmax, positions.columns, args, spec)
@@ -185,7 +185,7 @@ def route_exactly(product, rows, positions, biases, args, spec: tl.constexpr):
 @triton.jit
 def route_tile(product, rows, live, positions, biases, args, spec: tl.constexpr):
     """Route rows fast, and the whole tile again by exact keys if one of them isn't certain."""
-    again, doubt = route_rows(product, rows, live, positions, biases, args, spec)
+    again, doubt = route_rows(product, rows, live, positions, biases, args, True, spec)
     if not spec.hashed:
         if doubt > 0:
             if tl.max(again, 0) >= 0:

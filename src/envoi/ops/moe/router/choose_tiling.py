@@ -36,7 +36,7 @@ CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed a
 CACHED_SUMS_BYTES = 20e6  # the same of tokens and sums of parts along K together: sums are written first
 APART_WIDTHS = (96, 128, 144, 160, 192)  # columns of tiles that only multiply: a power of two, or the sum of two
 APART_ROWS, APART_EXPERTS = 1024, 129  # least rows and experts for them; fewer weren't measured
-WORTH_APART = 0.92  # of the cycles of other launches, which they have to stay below: twice the models' error
+WORTH_APART = 0.97  # of the cycles of other launches, which they have to stay below
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
 

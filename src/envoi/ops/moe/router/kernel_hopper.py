@@ -381,10 +381,12 @@ def route_share(biases, args):
         else:
             rows, products = products_of(args.stages, sums, row, problem, tiling.rows_per_pass, tiling.lanes)
         if tiling.reroutes_eights and not spec.hashed:
-            again, doubt = route_rows(products, rows, rows < end, positions, biases, args.routing, spec)
+            settle: gl.constexpr = tiling.settles
+            again, doubt = route_rows(products, rows, rows < end, positions, biases, args.routing, settle, spec)
             if doubt > 0:
                 bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
-                reroute_uncertain(bits, row, args)
+                if bits != 0:
+                    reroute_uncertain(bits, row, args)
         else:
             route_tile(products, rows, rows < end, positions, biases, args.routing, spec)
 

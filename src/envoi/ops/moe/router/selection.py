@@ -387,10 +387,12 @@ def choose_best(ranks, columns, found, k, spec: tl.constexpr):
 
 
 @triton.jit
-def choose_fast(logits, softmax, live, positions, expert_bias, tables, k, spec: tl.constexpr):
+def choose_fast(
+    logits, softmax, live, positions, expert_bias, tables, k, SETTLE: tl.constexpr, spec: tl.constexpr
+):  # fmt: skip
     """Choose each row's experts by packed keys: Chosen, which rows [R] are certain, and 0 if all were at first.
 
-    Rows that are near ties are settled among the few experts that matter. live [R]: rows that exist.
+    SETTLE: rows that have near ties are settled among the few experts that matter. live [R]: rows that exist.
     """
     columns = positions.columns
     tolerance: tl.constexpr = tolerance_of(spec)
@@ -408,8 +410,10 @@ def choose_fast(logits, softmax, live, positions, expert_bias, tables, k, spec: 
     chosen, certain, packed = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
     certain &= sure
     ids = chosen.ids
-    doubt = tl.max((live & (certain == 0)).to(tl.int32), 0)
-    if doubt > 0:
+    doubt = 1
+    if SETTLE:
+        doubt = tl.max((live & (certain == 0)).to(tl.int32), 0)
+    if SETTLE and doubt > 0:
         settled, known = settle(ids, logits, softmax, packed, positions, tables, k, spec)
         keep = as_in(certain.to(tl.int32), tl.max(ids, 1), spec)[:, None] > 0
         ids = tl.where(keep, ids, settled)
