@@ -166,9 +166,7 @@ def route_rows(product, rows, live, positions, biases, args, SETTLE: tl.constexp
         certain = live
         doubt = 0
     else:
-        chosen, certain, doubt = choose_fast(
-            logits, softmax, live, positions, biases.key, args.tables, args.scalars.k, SETTLE, spec
-        )
+        chosen, certain, doubt = choose_fast(logits, softmax, live, positions, biases.key, args, SETTLE, spec)
     stored = tl.where(live & certain, rows, -1)
     store_rows(logits, chosen, stored, softmax, positions.columns, args, spec)
     return tl.where(live & (certain == 0), rows, -1), doubt

@@ -387,9 +387,7 @@ def choose_best(ranks, columns, found, k, spec: tl.constexpr):
 
 
 @triton.jit
-def choose_fast(
-    logits, softmax, live, positions, expert_bias, tables, k, SETTLE: tl.constexpr, spec: tl.constexpr
-):  # fmt: skip
+def choose_fast(logits, softmax, live, positions, expert_bias, args, SETTLE: tl.constexpr, spec: tl.constexpr):
     """Choose each row's experts by packed keys: Chosen, which rows [R] are certain, and 0 if all were at first.
 
     SETTLE: rows that have near ties are settled among the few experts that matter. live [R]: rows that exist.
@@ -407,6 +405,7 @@ def choose_fast(
         sure = largest == largest
     if spec.by_score and spec.rule.score == "sqrt_softplus":
         sure &= tl.max(tl.where(columns < spec.num_experts, logits, 0.0), 1) <= MOST_ROOTED
+    k = args.scalars.k
     chosen, certain, packed = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
     certain &= sure
     ids = chosen.ids
@@ -414,7 +413,7 @@ def choose_fast(
     if SETTLE:
         doubt = tl.max((live & (certain == 0)).to(tl.int32), 0)
     if SETTLE and doubt > 0:
-        settled, known = settle(ids, logits, softmax, packed, positions, tables, k, spec)
+        settled, known = settle(ids, logits, softmax, packed, positions, args.tables, k, spec)
         keep = as_in(certain.to(tl.int32), tl.max(ids, 1), spec)[:, None] > 0
         ids = tl.where(keep, ids, settled)
         certain |= known & sure
