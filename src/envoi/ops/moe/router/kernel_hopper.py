@@ -21,8 +21,9 @@ wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the o
 are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
 for bit.
 
-If experts are chosen by a launch of its own, CTAs only multiply, store their sums and count their arrival; the rest is
-`kernel_hopper_choice`.
+If experts are chosen by a launch of its own, `kernel_hopper_choice`, CTAs only multiply, store their sums and count
+their arrival, one tile after the other: the loads of the next tile start while the sums of this one are stored. Tiles
+of a last round that isn't full are cut along K.
 
 Columns that aren't a power of two, such as 160, may be multiplied by two accumulators, 128 + 32, whose wgmma read the
 same stage of tokens. Their gate is y and z in shared memory, and so are their logits in the end.

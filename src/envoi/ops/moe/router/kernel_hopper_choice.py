@@ -3,7 +3,7 @@
 """Second kernel of the Hopper router, in Gluon: experts of rows that the first, `router_kernel`, has only multiplied.
 
     router_kernel:  for each tile:  sums -> workspace; count an arrival in the counter of the tile's rows
-    choice_kernel:  for some rows:  wait for the counter; route_rows(sums)
+    choice_kernel:  for some rows:  wait for the counter; route_rows(sums, of several sets if their tile is cut along K)
 
 It is launched when all CTAs of the first have started. These leave room for it, so that it chooses the experts of
 earlier rounds while the last round multiplies.
@@ -59,7 +59,7 @@ def choice_kernel(
 ):  # fmt: skip
     """Choose the experts of rows whose sums the launch before stores; the last CTA of all stores the counts.
 
-    It is launched when the last tiles of that launch have started, and begins with the rows that are stored.
+    It is launched when that launch has started, and begins with the rows that are stored.
     tile, parts: rows of a tile, and its CTAs. rest_*: from this row on there are so many CTAs for each of these, and
     sets of sums.
     """
