@@ -1,6 +1,7 @@
 """Tilings of the Hopper router: what fits, who waits for whom, and calls that are several launches."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from envoi.ops.moe.router.choose_tiling import (
     choose_shares,
     choose_tiling,
 )
+from envoi.ops.moe.router.kernel_hopper_choice import choice_kernel
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum
-from envoi.ops.moe.router.tiling import CHOICE_BYTES, MAX_ELEMENTS, TILE, choice_of, two_widths
+from envoi.ops.moe.router.tiling import CHOICE_BYTES, MAX_ELEMENTS, TILE, choice_of, rest_of, two_widths
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
 from tools.kernel_cases import router as cases
@@ -25,7 +27,7 @@ NUM_SMS = 132
 NAMES = (
     "x_desc", "y_desc", "num_tokens", "hidden", "alpha", "routed_scale", "k", "logit_bias", "expert_bias", "token_ids",
     "hash_table", "vocabulary", "weights", "ids", "logits", "dense", "histogram", "counts", "offsets", "counter",
-    "sums", "counters", "tiling", "spec",
+    "sums", "counters", "rest_first", "rest_parts", "rest_steps", "tiling", "spec",
 )  # fmt: skip
 SIZES = [
     *((m, 128, 2048, "qwen3-moe") for m in (1, 64, 65, 1600, 8448, 8556, 16384)),
@@ -114,7 +116,7 @@ def test_tiles_that_only_multiply_fit(m, n, hidden, rule):
         most = tiling.options.get("maxnreg")
         beside = CHOICE_BYTES if most else 0
         assert tiling.num_stages * 2 * tiling.block_k * (tiling.tile + tiling.width) + beside < SHARED_BYTES
-        choice = choice_of(tiling, spec)
+        choice = choice_of(spec, True)
         assert tiling.rows_per_cta % choice.rows_per_pass == 0, "a CTA that chooses waits for one tile"
         assert choice.rows_per_pass * choice.columns <= 2 * MAX_ELEMENTS * choice.num_warps
         if most:
@@ -128,6 +130,36 @@ def test_few_rows_and_few_experts_are_one_launch():
         assert not any(share.tiling.apart for share in shares)
 
 
+@pytest.mark.parametrize(("m", "n", "hidden", "num_sms"), [
+    (4661, 512, 2048, 132), (12000, 288, 4096, 132), (1024, 512, 2048, 132), (5000, 896, 2048, 108),
+    (2048, 256, 512, 132), (11501, 160, 5120, 132), (12713, 384, 7168, 132), (2500, 512, 2100, 132),
+    (1300, 256, 8000, 78), (8448, 512, 2048, 132), (1100, 160, 6200, 132), (9001, 896, 7168, 132),
+])  # fmt: skip
+def test_a_cta_multiplies_one_tile_after_the_other(m, n, hidden, num_sms):
+    """Check that whole tiles and parts of the rest are all the work, and each CTA has as many of them as another."""
+    call = call_of(m, n, hidden, "qwen3-next")
+    for tiling in apart_candidates(m, hidden, replace(call.spec, gluon=True), num_sms):
+        products, choice = host.hopper_launches(call, host.empty_outputs(call), num_sms, tiling)
+        num_tiles, steps = -(-m // tiling.rows_per_cta) * tiling.parts, -(-hidden // tiling.block_k)
+        rest = rest_of(m, hidden, tiling, num_sms)
+        work = {(tile, 0): range(steps) for tile in range(rest.first)}
+        for tile, part in product(range(rest.first, num_tiles), range(rest.parts)):
+            work[tile, part] = range(part * rest.steps, min((part + 1) * rest.steps, steps))
+        assert sum(map(len, work.values())) == num_tiles * steps
+        assert products[1] == (num_tiles if tiling.single_fill else min(len(work), num_sms),)
+        if rest.parts > 1:
+            blocks = {k // tiling.steps_in_block for (tile, part), ks in work.items() if part for k in ks}
+            assert len(blocks) == rest.sets - 1, "blocks of a part that isn't the first have sets of their own"
+            assert rest.steps % tiling.steps_in_block == rest.first % tiling.parts == 0
+            assert len(work) <= -(-num_tiles // num_sms) * num_sms, "one round more"
+        if not tiling.single_fill:
+            assert min(map(len, work.values())) > tiling.num_stages, "a tile is counted after a round of stages"
+        given = dict(zip(choice_kernel.arg_names, choice[2], strict=True))
+        assert given["rest_row"] == min(rest.first // tiling.parts * tiling.rows_per_cta, m)
+        assert len(given["sums"]) == (m + (rest.sets - 1) * (m - given["rest_row"])) * tiling.columns
+        assert given["tiling"].adds_sets == (rest.sets > 1)
+
+
 def test_products_and_choice_share_sums_and_counters(monkeypatch):
     taken = []
     monkeypatch.setattr(
@@ -139,7 +171,7 @@ def test_products_and_choice_share_sums_and_counters(monkeypatch):
     assert [kernel.fn.__name__ for kernel, *_ in (products, choice)] == ["router_kernel", "choice_kernel"]
     given = dict(zip(NAMES, products[2], strict=True))
     tiling, sums = given["tiling"], given["sums"]
-    assert products[1] == (-(-4661 // tiling.tile) * tiling.parts,)
+    assert products[1] == (min(-(-4661 // tiling.tile) * tiling.parts, NUM_SMS),)
     assert sums.numel() >= 4661 * 512
     assert len(taken) == 1 and taken[0].numel() == 2 * -(-4661 // tiling.tile) + 513
     assert given["counters"] is choice[2][1] is taken[0] and choice[2][0] is sums
@@ -163,14 +195,15 @@ def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
     monkeypatch.setattr(
         workspace, "counters", lambda count, device: taken.append(torch.zeros(count, dtype=torch.int32)) or taken[-1]
     )
-    (first, second), outputs = launches_of(4259, 256, 7168, "deepseek-v3")
+    (first, second), outputs = launches_of(8600, 128, 4096, "qwen3-moe")
     assert len(taken) == 1, "the launches need one histogram"
-    assert [given["num_tokens"] for _, given, _ in (first, second)] == [4224, 35]
-    assert [grid for grid, _, _ in (first, second)] == [(132,), (128,)]
-    assert all(options["launch_cooperative_grid"] and options["launch_pdl"] for _, _, options in (first, second))
+    assert [given["num_tokens"] for _, given, _ in (first, second)] == [8448, 152]
+    assert [grid for grid, _, _ in (first, second)] == [(132,), (96,)]
+    assert all(options["launch_pdl"] for _, _, options in (first, second))
+    assert second[2]["launch_cooperative_grid"]
     for name in ("weights", "ids", "logits", "dense"):
-        assert [len(given[name]) for _, given, _ in (first, second)] == [4224, 35]
-        assert second[1][name].storage_offset() == 4224 * outputs[name].shape[1]
+        assert [len(given[name]) for _, given, _ in (first, second)] == [8448, 152]
+        assert second[1][name].storage_offset() == 8448 * outputs[name].shape[1]
     assert first[1]["histogram"].data_ptr() == second[1]["histogram"].data_ptr()
     assert first[1]["counter"] is first[1]["counts"] is first[1]["offsets"] is None
     assert second[1]["counter"].data_ptr() == second[1]["histogram"].data_ptr() - 4
@@ -178,6 +211,6 @@ def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
 
 
 def test_hashed_rows_are_divided_like_tokens():
-    call = cases.call_of(Case("", 4259, 256, 7168, 8, "deepseek-v3", hashed=True))
+    call = cases.call_of(Case("", 8600, 128, 4096, 8, "deepseek-v3", hashed=True))
     found = host.hopper_launches(call, host.empty_outputs(call), NUM_SMS)
     assert [len(given[9]) for _, _, given, _ in found] == [given[2] for _, _, given, _ in found]

@@ -34,7 +34,7 @@ def chunk_of(products, i):
 def rows_kernel(products, width, num_rows, scalars, tables, outputs, NUM_CHUNKS: tl.constexpr, spec: tl.constexpr):
     """Choose experts of rows by products that are in memory, where Blackwell's are in tensor memory."""
     rows = tl.arange(0, 16)
-    positions = Positions(tl.arange(0, 32)[None, :], tl.arange(0, spec.slots)[None, :], None)
+    positions = Positions(tl.arange(0, 32)[None, :], tl.arange(0, spec.slots)[None, :], None, None)
     args = Args(scalars, tables, outputs)
     choose_running((products, width), rows, rows < num_rows, positions, args, chunk_of, NUM_CHUNKS, spec)
 

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.device import INF, INTERPRETED, bf16, divide, plus
-from envoi.ops.moe.router.device_types import Biases, Chosen, Softmax
+from envoi.ops.moe.router.device_types import Chosen, Softmax
 from envoi.ops.moe.router.selection import (
     as_in,
     at_column,
-    barred,
     choose_exactly,
     choose_fast,
     is_finite,
@@ -82,20 +81,6 @@ def store_dense(dense, weights, chosen, rows, columns, k, spec: tl.constexpr):
         all = tl.where(columns == id[:, None], weight[:, None], all)
     at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
     tl.store(dense + at, rounded(all, dense), mask=(rows >= 0)[:, None] & (columns < spec.num_experts))
-
-
-@triton.jit
-def load_biases(tables, columns, spec: tl.constexpr):
-    """Load the Biases of columns [1, C], 0.0 if there are none; an expert whose key is -inf is never chosen."""
-    real = columns < spec.num_experts
-    of_logits = 0.0
-    of_keys = 0.0
-    if spec.has_logit_bias:
-        of_logits = tl.load(tables.logit_bias + columns, mask=real, other=0.0).to(tl.float32)
-    if spec.has_expert_bias:
-        of_keys = tl.load(tables.expert_bias + columns, mask=real, other=-INF).to(tl.float32)
-        of_keys = barred(of_keys, of_keys)  # such an expert is never chosen
-    return Biases(of_logits, of_keys)
 
 
 @triton.jit
@@ -166,11 +151,11 @@ def store_rows(logits, chosen, rows, softmax, columns, args, spec: tl.constexpr)
 
 
 @triton.jit
-def route_rows(product, rows, live, positions, biases, args, spec: tl.constexpr):
+def route_rows(product, rows, live, positions, biases, args, SETTLE: tl.constexpr, spec: tl.constexpr):
     """Route `rows` [R] by their products [R, C] with the gate; store all outputs but the counts.
 
-    Returns the rows that aren't certain, -1 for the others: of uncertain rows only the logits are stored, the rest by
-    `route_exactly`. live [R]: rows that exist.
+    Returns the rows that aren't certain, -1 for the others, and 0 if there can be none: of uncertain rows only the
+    logits are stored, the rest by `route_exactly`. live [R]: rows that exist. SETTLE: see `choose_fast`.
     """
     logits, usable, softmax = router_logits(product, positions.columns, args.scalars.alpha, biases.logit, spec)
     if spec.want_logits:
@@ -179,11 +164,12 @@ def route_rows(product, rows, live, positions, biases, args, spec: tl.constexpr)
     if spec.hashed:
         chosen = look_up(usable, rows, live, positions, args.tables, spec)
         certain = live
+        doubt = 0
     else:
-        chosen, certain = choose_fast(logits, softmax, positions, biases.key, args.scalars.k, spec)
+        chosen, certain, doubt = choose_fast(logits, softmax, live, positions, biases.key, args, SETTLE, spec)
     stored = tl.where(live & certain, rows, -1)
     store_rows(logits, chosen, stored, softmax, positions.columns, args, spec)
-    return tl.where(live & (certain == 0), rows, -1)
+    return tl.where(live & (certain == 0), rows, -1), doubt
 
 
 @triton.jit
@@ -197,10 +183,11 @@ def route_exactly(product, rows, positions, biases, args, spec: tl.constexpr):
 @triton.jit
 def route_tile(product, rows, live, positions, biases, args, spec: tl.constexpr):
     """Route rows fast, and the whole tile again by exact keys if one of them isn't certain."""
-    again = route_rows(product, rows, live, positions, biases, args, spec)
+    again, doubt = route_rows(product, rows, live, positions, biases, args, True, spec)
     if not spec.hashed:
-        if tl.max(again, 0) >= 0:
-            route_exactly(product, again, positions, biases, args, spec)
+        if doubt > 0:
+            if tl.max(again, 0) >= 0:
+                route_exactly(product, again, positions, biases, args, spec)
 
 
 @triton.jit

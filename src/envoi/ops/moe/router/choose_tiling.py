@@ -20,6 +20,7 @@ from envoi.ops.moe.router.tiling import (
     RouterTiling,
     choice_of,
     make,
+    rest_of,
     two_widths,
 )
 from envoi.runtime.devices import H200
@@ -35,7 +36,7 @@ CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed a
 CACHED_SUMS_BYTES = 20e6  # the same of tokens and sums of parts along K together: sums are written first
 APART_WIDTHS = (96, 128, 144, 160, 192)  # columns of tiles that only multiply: a power of two, or the sum of two
 APART_ROWS, APART_EXPERTS = 1024, 129  # least rows and experts for them; fewer weren't measured
-WORTH_APART = 0.92  # of the cycles of other launches, which they have to stay below: twice the models' error
+WORTH_APART = 0.97  # of the cycles of other launches, which they have to stay below
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
 
@@ -189,10 +190,12 @@ class Costs:
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
 
-    Of products and choice in two launches. apart_start: of a round of the first. l2_alone: `l2_bytes` at most, if the
-    others load little. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of all
-    rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice that the
-    last of many rounds hides.
+    l2_alone: `l2_bytes` at most, where few multiprocessors load; not for few rows or experts, where it chose worse.
+
+    Of products and choice in two launches. apart_start: of the first. between: from a tile of a CTA to its next, whose
+    loads have begun before. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of
+    all rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice that
+    the last of many rounds hides.
     """
 
     start: float = 1500.0
@@ -208,6 +211,7 @@ class Costs:
     sum_bytes: float = 20.0
     wide: float = 1.2
     apart_start: float = 1240.0
+    between: float = 1000.0
     l2_alone: float = 90.0
     choice_start: float = 4750.0
     logit: float = 0.0245
@@ -233,7 +237,11 @@ def predicted_cycles(
         return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    loads = max(_load_cycles(hidden, spec, tiling, costs), _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
+    if M >= APART_ROWS and spec.num_experts >= APART_EXPERTS:
+        loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
+    else:
+        loads = _load_cycles(hidden, spec, tiling, costs)
+    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
     products = _product_cycles(hidden, tiling, costs)
     both = loads + products if tiling.single_fill else (loads**3 + products**3) ** (1 / 3)
     rest = 0.0 if tiling.single_fill else costs.roles
@@ -242,6 +250,11 @@ def predicted_cycles(
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (costs.signal if tiling.polls_sums else costs.meet) + 4 * floats / costs.sum_bytes
     return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + _choice_cycles(spec, tiling, costs))
+
+
+def _loading(costs: Costs, ctas: int, waves: int, num_sms: int) -> Costs:
+    """Return the costs with `l2_bytes` as a multiprocessor gets them where not all of them load in every round."""
+    return replace(costs, l2_bytes=min(costs.l2_alone, costs.l2_bytes * num_sms * waves / ctas))
 
 
 def _span(hidden: int, tiling: RouterTiling) -> int:
@@ -290,16 +303,29 @@ def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs) -> float:
 
 def _apart_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms: int, costs: Costs) -> float:
     """Return the cycles of a launch that only multiplies and one that chooses experts, in part at the same time."""
-    ctas = -(-M // tiling.rows_per_cta) * tiling.parts
+    rest = rest_of(M, hidden, tiling, num_sms)
+    tiles = -(-M // tiling.rows_per_cta) * tiling.parts
+    ctas = rest.first + (tiles - rest.first) * rest.parts
     waves = -(-ctas // num_sms)
-    l2_bytes = min(costs.l2_alone, costs.l2_bytes * num_sms * waves / ctas)
-    loads = _load_cycles(hidden, spec, tiling, replace(costs, l2_bytes=l2_bytes))
-    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
+    rounds = waves - 1 + rest.steps / tiling.steps_each
+    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
+    loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / rounds)
     both = (loads**3 + _product_cycles(hidden, tiling, costs) ** 3) ** (1 / 3)
     stores = 4 * tiling.rows_per_cta * tiling.width / costs.sum_bytes
-    products = costs.cta * min(ctas, num_sms) + waves * (costs.apart_start + both + stores)
+    if rest.parts > 1:  # all sets but one are stored and loaded besides
+        stores += (
+            8
+            * (rest.sets - 1)
+            * (tiles - rest.first)
+            / tiling.parts
+            * tiling.rows_per_cta
+            * spec.num_experts
+            / (num_sms * costs.sum_bytes)
+        )
+    between = (waves - 1) * costs.between if not tiling.single_fill else (waves - 1) * (costs.apart_start + stores)
+    products = costs.cta * min(ctas, num_sms) + costs.apart_start + rounds * both + between + stores
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
     rounds = spec.k + 12 + SCORE_ROUNDS.get(spec.rule.score, 0) * spec.by_score
-    choice = M / num_sms * (choice_of(tiling, spec).width * rounds * costs.logit + groups * costs.row_group)
+    choice = M / num_sms * (choice_of(spec, rest.sets > 1).width * rounds * costs.logit + groups * costs.row_group)
     hidden_part = costs.hidden * (1 - 1 / waves) if "maxnreg" in tiling.options else 0.0
     return products + costs.choice_start + choice * (1 - hidden_part)

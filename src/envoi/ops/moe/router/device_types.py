@@ -53,13 +53,15 @@ class Biases(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Indices 0, 1, 2, .. of columns [1, C], slots [1, slots] and groups [1, groups] of a tile.
+    """Indices 0, 1, 2, .. of a tile's columns [1, C], slots [1, slots], contenders [1, contenders], groups [1, groups].
 
-    Columns and groups have the layout of the logits, slots any layout that keeps a row in one warp: sums over slots
-    then have one order."""
+    Columns and groups have the layout of the logits, slots and contenders any layout that keeps a row in one warp: sums
+    over slots then have one order. contenders: slots of the k best and the next.
+    """
 
     columns: Any
     slots: Any
+    contenders: Any
     groups: Any
 
 
@@ -86,3 +88,15 @@ class Places(NamedTuple):
     keys: Any
     ids: Any
     logits: Any
+
+
+class Packed(NamedTuple):
+    """Packed keys [R, C] of a tile; of each row [R] the k-th best, the distance from best - 1 to the next, the margin.
+
+    margin: distance from which on the order of two packed keys is that of the exact ones.
+    """
+
+    keys: Any
+    best: Any
+    gap: Any
+    margin: Any

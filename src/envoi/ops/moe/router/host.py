@@ -9,7 +9,7 @@ from envoi.ops.moe.router import tiling_blackwell
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
-from envoi.ops.moe.router.tiling import RouterTiling, choice_of
+from envoi.ops.moe.router.tiling import RouterTiling, choice_of, rest_of
 from envoi.ops.moe.router.tiling_blackwell import MOST_REGISTERS, ROWS, tiling_of, why_not
 from envoi.runtime import workspace
 from envoi.runtime.devices import has_tensor_memory, implementation, num_sms
@@ -186,7 +186,7 @@ def hopper_launches(
         rows, first = slice(first, first + share.num_rows), first + share.num_rows
         some = (call, outputs) if len(shares) == 1 else _of_rows(call, outputs, rows)
         met = counters if _num_met(share) else None
-        found += _launches_of(*some, share.tiling, met, counted)
+        found += _launches_of(*some, share.tiling, met, counted, num_sms)
     return found
 
 
@@ -206,8 +206,9 @@ def _of_rows(call: Call, outputs: dict[str, Any], rows: slice) -> tuple[Call, di
 
 
 def _launches_of(
-    call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None
-) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:
+    call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None,
+    num_sms: int,
+) -> list[tuple[Any, tuple[int], tuple, dict[str, Any]]]:  # fmt: skip
     """Return the launches of some rows. met: their counters. counted: one more, and the histogram."""
     from envoi.ops.moe.router import kernel_hopper, kernel_hopper_choice
 
@@ -216,7 +217,12 @@ def _launches_of(
     sums = None
     if tiling.polls_sums:
         sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
-    elif tiling.parts > 1 or tiling.apart:
+    elif tiling.apart:
+        rest = rest_of(M, hidden, tiling, num_sms)
+        rest_row = min(rest.first // tiling.parts * tiling.rows_per_cta, M)
+        num_sums = (M + (rest.sets - 1) * (M - rest_row)) * tiling.columns
+        sums = torch.empty(num_sums, dtype=torch.float32, device=device)
+    elif tiling.parts > 1:
         num_sums = tiling.num_sets * row_blocks * tiling.tile * tiling.columns
         sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     counts, offsets = outputs["counts"] or (None, None)
@@ -232,15 +238,19 @@ def _launches_of(
     grid = (row_blocks * tiling.parts,)
     options = tiling.options
     if tiling.apart:
-        choice, nothing = choice_of(tiling, spec), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
-        products = *operands, M, hidden, *nothing, sums, met, tiling, Spec(spec.num_experts, 1, Rule(), gluon=True)
+        choice, nothing = choice_of(spec, rest.sets > 1), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
+        cut, plain = (rest.first, rest.parts, rest.steps), Spec(spec.num_experts, 1, Rule(), gluon=True)
+        products = *operands, M, hidden, *nothing, sums, met, *cut, tiling, plain
+        num_parts = rest.first + (grid[0] - rest.first) * rest.parts
+        if not tiling.single_fill:  # a CTA takes one tile after the other
+            grid = (min(num_parts, num_sms),)
         return [
             (kernel_hopper.router_kernel, grid, products, options),
             (kernel_hopper_choice.choice_kernel, (-(-M // choice.rows_per_pass),),
-             (sums, met, M, tiling.rows_per_cta, tiling.parts, *routing, choice, spec),
+             (sums, met, M, tiling.rows_per_cta, tiling.parts, rest_row, rest.parts, rest.sets, *routing, choice, spec),
              choice.options),
         ]  # fmt: skip
     if tiling.all_parts_wait:
         options["launch_cooperative_grid"] = True
-    arguments = *operands, M, hidden, *routing, sums, met, tiling, spec
+    arguments = *operands, M, hidden, *routing, sums, met, None, None, None, tiling, spec
     return [(kernel_hopper.router_kernel, grid, arguments, options)]

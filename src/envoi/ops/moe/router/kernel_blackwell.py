@@ -143,7 +143,7 @@ def router_kernel(
     slots: gl.constexpr = gl.BlockedLayout([1, spec.slots], [32, 1], [gl.num_warps(), 1], [1, 0])
     rows = row + gl.arange(0, 128, gl.SliceLayout(1, layout))
     columns = gl.arange(0, tiling.chunk, gl.SliceLayout(0, layout))[None, :]
-    positions = Positions(columns, gl.arange(0, spec.slots, gl.SliceLayout(0, slots))[None, :], None)
+    positions = Positions(columns, gl.arange(0, spec.slots, gl.SliceLayout(0, slots))[None, :], None, None)
     tables = Tables(logit_bias, expert_bias, None, None, 0)
     args = Args(Scalars(alpha, routed_scale, spec.k), tables, Outputs(weights, ids, logits, dense, histogram))
     products = Products(chunks, tiling)

@@ -21,8 +21,9 @@ wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the o
 are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
 for bit.
 
-If experts are chosen by a launch of its own, CTAs only multiply, store their sums and count their arrival; the rest is
-`kernel_hopper_choice`.
+If experts are chosen by a launch of its own, `kernel_hopper_choice`, CTAs only multiply, store their sums and count
+their arrival, one tile after the other: the loads of the next tile start while the sums of this one are stored. Tiles
+of a last round that isn't full are cut along K.
 
 Columns that aren't a power of two, such as 160, may be multiplied by two accumulators, 128 + 32, whose wgmma read the
 same stage of tokens. Their gate is y and z in shared memory, and so are their logits in the end.
@@ -44,7 +45,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.ops.gemm.hopper.mainloop import waited
 from envoi.ops.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
 from envoi.ops.moe.router.device_types import Args, Outputs, Scalars, Tables
-from envoi.ops.moe.router.kernel_hopper_loads import Problem, ProducerArgs, Stages, load_first, producer
+from envoi.ops.moe.router.kernel_hopper_loads import (
+    Problem,
+    ProducerArgs,
+    Rest,
+    Stages,
+    count_tile,
+    load_first,
+    producer,
+)
 from envoi.ops.moe.router.kernel_hopper_logits import (
     biases_of,
     board_of,
@@ -177,7 +186,9 @@ def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
     tiling: gl.constexpr = problem.tiling
     # The number of tokens is a Python number if it is 1.
-    if tiling.polls_sums or tiling.apart:
+    if tiling.apart:  # of sets but the first: rows of tiles that are cut along K
+        return gl.to_tensor(problem.num_tokens - problem.rest.first // tiling.parts * tiling.rows_per_cta)
+    elif tiling.polls_sums:
         return gl.to_tensor(problem.num_tokens)
     else:
         return gl.to_tensor(gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile)
@@ -249,7 +260,10 @@ def multiply_blocks(stages, step, part, sums, problem):
     totals = zeros(tiling)
     for k in range(part.first, part.last, num_steps):
         products, step = multiply(stages, step, gl.minimum(num_steps, part.last - k))
-        if tiling.parts_k > 1:
+        if tiling.apart:
+            if part.first > 0:
+                store_partials(products, sums, (k - problem.rest.steps) // num_steps + 1, part, problem)
+        elif tiling.parts_k > 1:
             if part.first > 0:
                 store_partials(products, sums, (k - tiling.steps_each) // num_steps + 1, part, problem)
         totals = added(totals, products)
@@ -276,7 +290,7 @@ def accumulate(stages, sums, problem):
             totals, step = multiply_blocks(stages, step, part, sums, problem)
             logits_buffer(stages, tiling.tile).index(board_of(turn, tiling)).store(totals[0])
     totals, step = multiply_blocks(stages, step, part, sums, problem)
-    if tiling.parts == 1 and not tiling.apart:
+    if tiling.parts == 1:
         if tiling.rest_n > 0:
             left, right = both_buffers(stages, tiling.tile)
             left.index(0).store(totals[0])
@@ -285,6 +299,21 @@ def accumulate(stages, sums, problem):
             logits_buffer(stages, tiling.tile).index(board_of(tiling.turns - 1, tiling)).store(totals[0])
     elif part.first == 0:
         store_partials(totals, sums, 0, part, problem)
+
+
+@gluon.jit
+def multiply_tiles(stages, exchange, problem):
+    """Multiply one tile after the other and store its sums; the producer counts the arrival of all but the last."""
+    step = 0
+    last = gl.program_id(0)
+    for tile in range(gl.program_id(0), problem.num_parts(), gl.num_programs(0)):
+        part = problem.part_of(tile)
+        totals, step = multiply_blocks(stages, step, part, exchange.sums, problem)
+        if part.first == 0:
+            store_partials(totals, exchange.sums, 0, part, problem)
+        last = tile
+    role_barrier()
+    count_tile(exchange.counters, last, problem)
 
 
 @gluon.jit
@@ -354,10 +383,12 @@ def route_share(biases, args):
         else:
             rows, products = products_of(args.stages, sums, row, problem, tiling.rows_per_pass, tiling.lanes)
         if tiling.reroutes_eights and not spec.hashed:
-            again = route_rows(products, rows, rows < end, positions, biases, args.routing, spec)
-            bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
-            if bits != 0:
-                reroute_uncertain(bits, row, args)
+            settle: gl.constexpr = tiling.settles
+            again, doubt = route_rows(products, rows, rows < end, positions, biases, args.routing, settle, spec)
+            if doubt > 0:
+                bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
+                if bits != 0:
+                    reroute_uncertain(bits, row, args)
         else:
             route_tile(products, rows, rows < end, positions, biases, args.routing, spec)
 
@@ -368,10 +399,7 @@ def consumer(args):
     tiling: gl.constexpr = args.problem.tiling
     spec: gl.constexpr = args.problem.spec
     if tiling.apart:
-        accumulate(args.stages, args.exchange.sums, args.problem)
-        role_barrier()
-        block = gl.program_id(0) // tiling.parts
-        gl.atomic_add(args.exchange.counters + 2 * block, 1, sem="release", scope="gpu")
+        multiply_tiles(args.stages, args.exchange, args.problem)
     else:
         biases = biases_of(args.routing.tables, tiling.lanes, tiling, spec)
         accumulate(args.stages, args.exchange.sums, args.problem)
@@ -388,21 +416,24 @@ def finish_counts(histogram, totals, spec: gl.constexpr):
             store_counts(histogram, totals.counts, totals.offsets, experts, spec)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rest_first", "rest_parts", "rest_steps"])
 def router_kernel(
     x_desc, y_desc, num_tokens, hidden, alpha, routed_scale, k, logit_bias, expert_bias, token_ids, hash_table,
     vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
-    tiling: gl.constexpr, spec: gl.constexpr,
+    rest_first, rest_parts, rest_steps, tiling: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
-    """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
+    """Set up the stages, then start the consumer, and the producer if stages are filled more than once.
+
+    rest_*: the Rest of a launch that only multiplies, else None.
+    """
     stages = Stages.create(x_desc, y_desc, tiling)
     fence_async_shared()
-    problem = Problem(num_tokens, hidden, tiling, spec)
+    problem = Problem(num_tokens, hidden, Rest(rest_first, rest_parts, rest_steps), tiling, spec)
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     outputs = Outputs(weights, ids, logits, dense, histogram)
     routing = Args(Scalars(alpha, routed_scale, k), tables, outputs)
     consumer_args = ConsumerArgs(stages, problem, routing, Exchange(sums, counters), Counts(counts, offsets, counter))
-    producer_args = ProducerArgs(x_desc, y_desc, stages, problem)
+    producer_args = ProducerArgs(x_desc, y_desc, stages, problem, counters if tiling.apart else None)
     role_barrier()
     wait_for_grid()  # up to here this may overlap with the kernel before it
     let_next_start()

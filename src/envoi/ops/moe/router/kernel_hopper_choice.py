@@ -3,7 +3,7 @@
 """Second kernel of the Hopper router, in Gluon: experts of rows that the first, `router_kernel`, has only multiplied.
 
     router_kernel:  for each tile:  sums -> workspace; count an arrival in the counter of the tile's rows
-    choice_kernel:  for some rows:  wait for the counter; route_rows(sums)
+    choice_kernel:  for some rows:  wait for the counter; route_rows(sums, of several sets if their tile is cut along K)
 
 It is launched when all CTAs of the first have started. These leave room for it, so that it chooses the experts of
 earlier rounds while the last round multiplies.
@@ -20,15 +20,19 @@ from envoi.runtime.sync import let_next_start, wait_for_grid
 
 
 @gluon.jit
-def load_sums(sums, rows, num_tokens, tiling: gl.constexpr, layout: gl.constexpr):
-    """Load the sums of rows [R, columns], the sets added in their order; 0 where there is no expert or no row."""
+def load_sums(sums, rows, num_tokens, sets, stride, tiling: gl.constexpr, layout: gl.constexpr):
+    """Load the sums of rows [R, columns], the sets added in their order; 0 where there is no expert or no row.
+
+    stride: rows from a set to the next.
+    """
     columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
     at = sums + rows.to(gl.int64)[:, None] * tiling.columns + columns[None, :]
     mask = (rows < num_tokens)[:, None] & (columns < tiling.num_experts)[None, :]
     total = gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-    sets: gl.constexpr = tiling.num_sets
-    for s in gl.static_range(1, sets):
-        total += gl.load(at + s * num_tokens.to(gl.int64) * tiling.columns, mask=mask, other=0.0, cache_modifier=".cg")
+    if tiling.adds_sets:
+        for _ in range(1, sets):
+            at += stride.to(gl.int64) * tiling.columns
+            total += gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -47,16 +51,17 @@ def reset_counter(counter, num_waiting):
         gl.store(counter + 1, 0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rest_row", "rest_parts", "rest_sets"])
 def choice_kernel(
-    sums, counters, num_tokens, tile, parts, alpha, routed_scale, k, logit_bias, expert_bias, token_ids, hash_table,
-    vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, tiling: gl.constexpr,
-    spec: gl.constexpr,
+    sums, counters, num_tokens, tile, parts, rest_row, rest_parts, rest_sets, alpha, routed_scale, k, logit_bias,
+    expert_bias, token_ids, hash_table, vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter,
+    tiling: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """Choose the experts of rows whose sums the launch before stores; the last CTA of all stores the counts.
 
-    It is launched when the last tiles of that launch have started, and begins with the rows that are stored.
-    tile, parts: rows of a tile, and CTAs that store them.
+    It is launched when that launch has started, and begins with the rows that are stored.
+    tile, parts: rows of a tile, and its CTAs. rest_*: from this row on there are so many CTAs for each of these, and
+    sets of sums.
     """
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     routing = Args(Scalars(alpha, routed_scale, k), tables, Outputs(weights, ids, logits, dense, histogram))
@@ -67,8 +72,10 @@ def choice_kernel(
     rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, layout))
     let_next_start()
     block = row // tile
-    wait_for_rows(counters + 2 * block, parts)
-    products = load_sums(sums, rows, num_tokens, tiling, layout)
+    is_rest = row >= rest_row
+    wait_for_rows(counters + 2 * block, gl.where(is_rest, parts * rest_parts, parts))
+    sets = gl.where(is_rest, rest_sets, 1)
+    products = load_sums(sums, rows, num_tokens, sets, num_tokens - rest_row, tiling, layout)
     reset_counter(counters + 2 * block, gl.cdiv(gl.minimum(tile, num_tokens - block * tile), tiling.rows_per_pass))
     route_tile(products, rows, rows < num_tokens, positions, biases, routing, spec)
     finish_counts(histogram, Counts(counts, offsets, counter), spec)

@@ -26,23 +26,57 @@ class Part:
 
 
 @aggregate
+class Rest:
+    """Last tiles of a launch that only multiplies, cut along K; None for other launches."""
+
+    first: Scalar  # number of the first of them
+    parts: Scalar  # CTAs of each
+    steps: Scalar  # along K of a CTA
+
+
+@aggregate
 class Problem:
     """Sizes of the product tokens [num_tokens, hidden] @ gate.T, and how it is divided among CTAs."""
 
     num_tokens: Scalar
     hidden: Scalar
+    rest: Rest
     tiling: gl.constexpr  # RouterTiling
     spec: gl.constexpr  # Spec
 
     @gluon.jit
+    def num_parts(self):
+        """Return the number of tiles that are only multiplied, a part of one that is cut along K counting as one."""
+        tiles = gl.cdiv(self.num_tokens, self.tiling.rows_per_cta) * self.tiling.parts
+        return self.rest.first + (tiles - self.rest.first) * self.rest.parts
+
+    @gluon.jit
+    def tile_of(self, number):
+        """Return the tile of a number among `num_parts`, and its part along K."""
+        of_rest = gl.maximum(number - self.rest.first, 0)
+        return gl.minimum(number, self.rest.first) + of_rest // self.rest.parts, of_rest % self.rest.parts
+
+    @gluon.jit
     def part(self):
-        """Return the Part of this CTA."""
+        """Return the Part of this CTA, or its first one."""
+        return self.part_of(gl.program_id(0))
+
+    @gluon.jit
+    def part_of(self, number):
+        """Return a Part by its number among those of all rows."""
         tiling: gl.constexpr = self.tiling
-        pid = gl.program_id(0)
-        part = pid % tiling.parts
-        first = part // tiling.parts_n * tiling.steps_each
-        last = gl.minimum(first + tiling.steps_each, gl.cdiv(self.hidden, tiling.block_k))
-        m = pid // tiling.parts * tiling.rows_per_cta
+        num_steps = gl.cdiv(self.hidden, tiling.block_k)
+        if tiling.apart:
+            is_rest = number >= self.rest.first
+            number, along_k = self.tile_of(number)
+            part = number % tiling.parts
+            first = along_k * self.rest.steps
+            last = gl.where(is_rest, gl.minimum(first + self.rest.steps, num_steps), num_steps)
+        else:
+            part = number % tiling.parts
+            first = part // tiling.parts_n * tiling.steps_each
+            last = gl.minimum(first + tiling.steps_each, num_steps)
+        m = number // tiling.parts * tiling.rows_per_cta
         n = part % tiling.parts_n * tiling.width
         return Part(m, n, n + tiling.block_n, first, last, part)
 
@@ -88,6 +122,7 @@ class ProducerArgs:
     y_desc: tma.tensor_descriptor  # gate, in boxes [box_n, block_k]
     stages: Stages
     problem: Problem
+    counters: Scalar  # pointer to arrival counters if tiles are only multiplied, two for each block of rows
 
     @gluon.jit
     def load_stage(self, stage, m, n, k):
@@ -168,11 +203,41 @@ def producer(args):
     """Fill the other stages, and refill each as it becomes empty: a role of one warp."""
     tiling: gl.constexpr = args.problem.tiling
     ring = args.stages.ring
-    part = args.problem.part()
-    turns: gl.constexpr = tiling.turns
-    for turn in gl.static_range(turns):
-        before = turn * (part.last - part.first)
-        for k in range(part.first + (tiling.num_first if turn == 0 else 0), part.last):
-            step = before + k - part.first
+    if tiling.apart:
+        refill_for_tiles(args)
+    else:
+        part = args.problem.part()
+        turns: gl.constexpr = tiling.turns
+        for turn in gl.static_range(turns):
+            before = turn * (part.last - part.first)
+            for k in range(part.first + (tiling.num_first if turn == 0 else 0), part.last):
+                step = before + k - part.first
+                ring.wait_empty(step)
+                args.load_stage(ring.stage(step), part.m, part.n + turn * tiling.block_n, k)
+
+
+@gluon.jit
+def refill_for_tiles(args):
+    """Refill the stages for one tile after the other, and count the arrival of those that the consumer has stored.
+
+    The consumer has stored a tile when it releases a stage of the next, and so it needn't wait for its stores itself.
+    """
+    tiling: gl.constexpr = args.problem.tiling
+    ring = args.stages.ring
+    step = tiling.num_first
+    for tile in range(gl.program_id(0), args.problem.num_parts(), gl.num_programs(0)):
+        part = args.problem.part_of(tile)
+        is_first = tile == gl.program_id(0)
+        for k in range(part.first + gl.where(is_first, tiling.num_first, 0), part.last):
             ring.wait_empty(step)
-            args.load_stage(ring.stage(step), part.m, part.n + turn * tiling.block_n, k)
+            if (k - part.first == tiling.num_stages) & (is_first == 0):
+                count_tile(args.counters, tile - gl.num_programs(0), args.problem)
+            args.load_stage(ring.stage(step), part.m, part.n, k)
+            step += 1
+
+
+@gluon.jit
+def count_tile(counters, number, problem):
+    """Count that a tile, or a part of it along K, is stored, in the counter of its rows."""
+    tile, _along_k = problem.tile_of(number)
+    gl.atomic_add(counters + 2 * (tile // problem.tiling.parts), 1, sem="release", scope="gpu")

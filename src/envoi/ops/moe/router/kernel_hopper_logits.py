@@ -6,8 +6,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.epilogues.device import INF
-from envoi.ops.moe.router.choose_experts import halvings, load_biases
+from envoi.ops.moe.router.choose_experts import halvings
 from envoi.ops.moe.router.device_types import Biases, Positions
+from envoi.ops.moe.router.selection import load_biases
 from envoi.runtime.triton_compat import reinterpret
 
 
@@ -34,11 +35,15 @@ def positions_of(LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
     """Make the Positions of tiles with LANES lanes for each row."""
     layout: gl.constexpr = row_layout(tiling, LANES)
     slots: gl.constexpr = slot_layout(tiling, LANES, spec.slots)
+    contenders: gl.constexpr = slot_layout(tiling, LANES, spec.contenders)
     columns = columns_in(layout, tiling.columns)
     if tiling.in_runs:
         # Whole registers of columns after z: with one number for all of them, the compiler drops all but one.
         columns = gl.where(columns < tiling.width, columns, tiling.width)
-    return Positions(columns, columns_in(slots, spec.slots), columns_in(layout, spec.group_slots))
+    return Positions(
+        columns, columns_in(slots, spec.slots), columns_in(contenders, spec.contenders),
+        columns_in(layout, spec.group_slots),
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from envoi.epilogues.codes_triton import widen
 from envoi.epilogues.device import INTERPRETED
-from envoi.ops.moe.router.choose_experts import load_biases, route_tile, store_counts
+from envoi.ops.moe.router.choose_experts import route_tile, store_counts
 from envoi.ops.moe.router.device_types import Args, Positions
+from envoi.ops.moe.router.selection import load_biases
 
 
 @triton.jit
@@ -61,7 +62,8 @@ def router_kernel(
         else:
             logits = add_apart(logits, tl.dot(x, y.T))
     biases = load_biases(tables, columns[None, :], spec)
-    positions = Positions(columns[None, :], tl.arange(0, spec.slots)[None, :], tl.arange(0, spec.group_slots)[None, :])
+    slots, contenders = tl.arange(0, spec.slots)[None, :], tl.arange(0, spec.contenders)[None, :]
+    positions = Positions(columns[None, :], slots, contenders, tl.arange(0, spec.group_slots)[None, :])
     route_tile(logits, rows, rows < num_tokens, positions, biases, Args(scalars, tables, outputs), spec)
     if spec.want_counts:
         tl.debug_barrier()

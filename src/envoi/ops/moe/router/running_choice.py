@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.device import INF
-from envoi.ops.moe.router.choose_experts import EPS, load_biases, rounded, scaled, weigh
+from envoi.ops.moe.router.choose_experts import EPS, rounded, scaled, weigh
 from envoi.ops.moe.router.device_types import Places, Softmax
-from envoi.ops.moe.router.selection import as_in, is_finite, merge_two, score_of, selection_key
+from envoi.ops.moe.router.selection import as_in, is_finite, load_biases, merge_two, score_of, selection_key
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from envoi.epilogues.device import INF, INTERPRETED, divide, exp, in_order, sigmoid
-from envoi.ops.moe.router.device_types import Chosen
+from envoi.ops.moe.router.device_types import Biases, Chosen, Packed, Softmax
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
 NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # greater than any column
@@ -153,7 +153,7 @@ def pick(x, ids, columns, found, spec: tl.constexpr):
         return tl.gather(x, ids, 1)
     else:
         picked = ids.to(tl.float32) * 0.0
-        for r in range(spec.slots):
+        for r in range(found.shape[1]):
             id = tl.max(tl.where(found == r, ids, -1), 1)
             picked = tl.where(found == r, at_column(x, columns == id[:, None])[:, None], picked)
         return picked
@@ -235,6 +235,20 @@ def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
 
 
 @triton.jit
+def load_biases(tables, columns, spec: tl.constexpr):
+    """Load the Biases of columns [1, C], 0.0 if there are none; an expert whose key is -inf is never chosen."""
+    real = columns < spec.num_experts
+    of_logits = 0.0
+    of_keys = 0.0
+    if spec.has_logit_bias:
+        of_logits = tl.load(tables.logit_bias + columns, mask=real, other=0.0).to(tl.float32)
+    if spec.has_expert_bias:
+        of_keys = tl.load(tables.expert_bias + columns, mask=real, other=-INF).to(tl.float32)
+        of_keys = barred(of_keys, of_keys)  # such an expert is never chosen
+    return Biases(of_logits, of_keys)
+
+
+@triton.jit
 def selection_key(logits, softmax, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
     """Compute the keys by which experts are ranked. FAST: scores to within TOLERANCE."""
     key = logits
@@ -308,7 +322,7 @@ def gap_below(packed, best):
 
 @triton.jit
 def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec: tl.constexpr):
-    """Choose the k best packed keys: Chosen, and which rows [R] are certain of their choice and its order.
+    """Choose the k best packed keys: Chosen, which rows [R] are certain of their choice and its order, and the Packed.
 
     A row is certain if no two of its k best keys and the next are so near that packed keys may err.
 
@@ -329,11 +343,35 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
         nearest = tl.minimum(nearest, gap)
         best -= gap + 1
         bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
-    nearest = tl.minimum(nearest, gap_below(packed, best))  # without another key, it wraps around to the first
+    gap = gap_below(packed, best)  # without another key, it wraps around to the first
     err = (1.0 + 0.2 * tl.abs(largest)) * (tolerance * num_steps(key.shape[1]) / reach(spec)) + 2.0
     margin = tl.minimum(err, 1.0 * num_steps(key.shape[1])).to(tl.int32) * (low + 1) + low
-    certain = (best > low) & (nearest >= margin.to(tl.uint32, bitcast=True))
-    return Chosen((bests & low) ^ low, found), certain
+    margin = margin.to(tl.uint32, bitcast=True)
+    certain = (best > low) & (tl.minimum(nearest, gap) >= margin)
+    return Chosen((bests & low) ^ low, found), certain, Packed(packed, best, gap, margin)
+
+
+@triton.jit
+def settle(ids, logits, softmax, packed, positions, tables, k, spec: tl.constexpr):
+    """Choose among the k best packed keys and the next by their exact keys: ids [R, slots], and which rows are certain.
+
+    Certain are rows of which all other keys are so far below that none can be one of the k best. ids: of the k best.
+    """
+    low: tl.constexpr = logits.shape[1] - 1
+    slots = positions.contenders
+    next = packed.best - 1 - packed.gap
+    certain = (packed.best > low) & (gap_below(packed.keys, next) >= packed.margin)
+    next = as_in(((next & low) ^ low).to(tl.int32), tl.max(slots, 1), spec)[:, None]
+    found = slots + next * 0
+    among = pick(ids.to(tl.float32, bitcast=True), tl.minimum(found, spec.k - 1), positions.slots, found, spec)
+    among = tl.where(found < spec.k, among.to(tl.int32, bitcast=True), next)  # the next one in all slots that are left
+    x = pick(logits, among, positions.columns, found, spec)
+    if spec.whole_softmax:
+        softmax = Softmax(as_in(softmax.largest, tl.max(found, 1), spec), as_in(softmax.total, tl.max(found, 1), spec))
+    key = selection_key(x, softmax, load_biases(tables, among, spec).key, False, spec)
+    usable = is_finite(x) & is_finite(key) & (among < spec.num_experts)
+    ids = choose_best(tl.where(usable, order(key), LOWEST), among, ids * 0 + positions.slots, k, spec)
+    return ids, certain
 
 
 @triton.jit
@@ -349,8 +387,11 @@ def choose_best(ranks, columns, found, k, spec: tl.constexpr):
 
 
 @triton.jit
-def choose_fast(logits, softmax, positions, expert_bias, k, spec: tl.constexpr):
-    """Choose each row's experts by packed keys: Chosen, and which rows [R] are certain."""
+def choose_fast(logits, softmax, live, positions, expert_bias, args, SETTLE: tl.constexpr, spec: tl.constexpr):
+    """Choose each row's experts by packed keys: Chosen, which rows [R] are certain, and 0 if all were at first.
+
+    SETTLE: rows that have near ties are settled among the few experts that matter. live [R]: rows that exist.
+    """
     columns = positions.columns
     tolerance: tl.constexpr = tolerance_of(spec)
     key = selection_key(logits, softmax, expert_bias, True, spec)
@@ -359,13 +400,24 @@ def choose_fast(logits, softmax, positions, expert_bias, k, spec: tl.constexpr):
         key = tl.where(columns < spec.num_experts, key, -INF)
     if spec.rule.num_groups > 1:
         key, largest, sure = best_groups(key, columns, positions.groups, tolerance, spec)
-        chosen, certain = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
-        certain &= sure
     else:
-        chosen, certain = choose_packed(key, tl.max(key, 1), columns, positions.slots, k, tolerance, spec)
+        largest = tl.max(key, 1)
+        sure = largest == largest
     if spec.by_score and spec.rule.score == "sqrt_softplus":
-        certain &= tl.max(tl.where(columns < spec.num_experts, logits, 0.0), 1) <= MOST_ROOTED
-    return chosen, certain
+        sure &= tl.max(tl.where(columns < spec.num_experts, logits, 0.0), 1) <= MOST_ROOTED
+    k = args.scalars.k
+    chosen, certain, packed = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
+    certain &= sure
+    ids = chosen.ids
+    doubt = 1
+    if SETTLE:
+        doubt = tl.max((live & (certain == 0)).to(tl.int32), 0)
+    if SETTLE and doubt > 0:
+        settled, known = settle(ids, logits, softmax, packed, positions, args.tables, k, spec)
+        keep = as_in(certain.to(tl.int32), tl.max(ids, 1), spec)[:, None] > 0
+        ids = tl.where(keep, ids, settled)
+        certain |= known & sure
+    return Chosen(ids, chosen.slots), certain, doubt
 
 
 @triton.jit

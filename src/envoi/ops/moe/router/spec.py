@@ -99,6 +99,11 @@ class Spec(Constant):
         return next_power_of_2(self.k)
 
     @property
+    def contenders(self) -> int:
+        """Slots of a tile's k best experts and the next: k + 1, rounded up to a power of two."""
+        return next_power_of_2(self.k + 1)
+
+    @property
     def group_size(self) -> int:
         """Number of experts in a group."""
         return self.num_experts // self.rule.num_groups
