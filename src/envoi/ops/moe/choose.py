@@ -5,8 +5,8 @@
 
 The first of these that can run a call, and pays, is taken:
 
-    DECODE_MX     permute -> L1 -> L2 -> sum              Hopper, few tokens, MXFP4 or INT4 in fragments
-    DECODE        L1 -> L2 -> sum                         Hopper, few tokens, bf16 and fp8_block128
+    DECODE_MX     permute -> L1 -> L2 -> combine          Hopper, few tokens, MXFP4 or INT4 in fragments
+    DECODE        L1 -> L2 -> combine                     Hopper, few tokens, bf16 and fp8_block128
     ONE_LAUNCH    sort -> gather -> L1 with L2 -> combine Hopper, fp8_block128
     GEMMS         sort -> gather -> L1 -> L2 -> combine   every GPU; each GEMM by the kernels that `kernels_for` names
 

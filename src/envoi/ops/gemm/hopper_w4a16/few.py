@@ -1,6 +1,4 @@
-"""Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2 -> sum.
-
-The four overlap.
+"""Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2, which overlap.
 
 The order of the weights says what tokens are. "fragments": bf16, split into two E4M3. `fp8_fragments.ORDER`: FP8 with a
 scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal exact weights, rows of L1 in bf16 that are
@@ -67,15 +65,15 @@ class Buffers:
     hidden: torch.Tensor  # uint8 [P, 2 I]
     hidden_factors: torch.Tensor  # float32 [P, I / 32]
     rows: torch.Tensor  # bf16 [P, H]
-    out: torch.Tensor  # bf16 [num_tokens, H]
 
 
-def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Run the layer on tokens [M, H] bf16, and return [M, H] bf16. Slots whose id no expert has count as masked.
+def rows(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the layer on tokens [M, H] bf16; return its rows [P, H] bf16 and the row of each slot, int32 [M, k], or -1.
 
-    topk_ids and topk_weights [M, k] have at least one slot.
+    topk_ids and topk_weights [M, k] have at least one slot. Slots whose id no expert has count as masked.
     """
-    from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
     from envoi.runtime.launch import launch
 
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
@@ -86,11 +84,10 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
         ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
         ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
         ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
-        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out, early=True)),
     ):
         with span(name):
             launch(kernel, grid, arguments, options)
-    return buffers.out
+    return buffers.rows, buffers.slot_to_pos
 
 
 def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
@@ -111,7 +108,7 @@ def form_of(x: QuantTensor) -> Int4Form | None:
 
 def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> Buffers:
     """Allocate the buffers of a call."""
-    (M, H), P, intermediate = tokens.shape, topk_ids.numel(), layer.down.shape[-1]
+    H, P, intermediate = tokens.shape[1], topk_ids.numel(), layer.down.shape[-1]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=tokens.device)
@@ -124,7 +121,7 @@ def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) ->
         hidden_factors = empty(P, intermediate // 32)
     return Buffers(
         empty(layer.num_experts + 1, dtype=torch.int32), empty(*topk_ids.shape, dtype=torch.int32), empty(P), routed,
-        empty(P), hidden, hidden_factors, empty(P, H, dtype=torch.bfloat16), empty(M, H, dtype=torch.bfloat16),
+        empty(P), hidden, hidden_factors, empty(P, H, dtype=torch.bfloat16),
     )  # fmt: skip
 
 
@@ -150,7 +147,7 @@ def gemm_launch(
     """Build the launch of L1 or L2, which the config says."""
     from envoi.ops.gemm.hopper_w4a16.kernel_few import few_kernel
 
-    device = buffers.out.device
+    device = buffers.rows.device
     num_ctas = num_ctas or config.ctas_per_sm * devices.num_sms(device)
     num_sums = num_ctas * 16 * config.num_warps * config.tile_tokens
     sums = torch.empty(num_sums, dtype=torch.float32, device=device)

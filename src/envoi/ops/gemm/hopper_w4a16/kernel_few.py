@@ -24,7 +24,7 @@ down: a CTA waits for ones that were launched before it, so it doesn't matter ho
     flag      set by                            reset by               meaning
     flags[i]  worker i, after its part          who adds that part     parts[i] can be read
 
-Launches overlap: permute (`tokens`) -> L1 -> L2 -> sum. Each may start once all CTAs of the one in front have let it,
+Launches overlap: permute (`tokens`) -> L1 -> L2. Each may start once all CTAs of the one in front have let it,
 and requests weights; what the one in front writes is read after `wait_for_grid`. `offsets`, which permute writes, tells
 where weights are. So L1 lets L2 start only after it has seen the end of permute itself, and either waits for that first
 or, for few slots, finds from the ids where weights are.
