@@ -124,6 +124,7 @@ CASES = (
     Case("few-l1-16-7168", "l1", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l2-16-2048", "l2", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
+    Case("int4-awq-permute", "permute", 16, int4=INT4_FORMS["-awq"]),
     *(
         Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)
         for name, form in INT4_FORMS.items()

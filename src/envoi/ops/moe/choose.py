@@ -143,6 +143,8 @@ def why_not_decode_mx(experts: ExpertWeights, num_topk: int) -> str:
         return "the weights' order"
     if gate_up.sf.dtype == torch.float8_e4m3fn:
         return "the weights' format"
+    if (gate_up.zeros is None) != (down.zeros is None):
+        return "zero points of one of the weights alone"
     if experts.activation not in DECODE_MX_ACTIVATIONS:
         return "the activation"
     if num_topk > few.MAX_TOPK or experts.num_local_experts > few_config.MAX_EXPERTS:
