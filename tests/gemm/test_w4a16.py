@@ -163,6 +163,9 @@ def test_what_the_kernels_for_few_tokens_take():
     assert why_not_decode_mx(layer(), few.MAX_TOPK + 1) == "too many experts"
     assert why_not_decode_mx(layer(MAX_EXPERTS + 1, hidden=64, intermediate=64), 1) == "too many experts"
     assert why_not_decode_mx(layer(1, hidden=16384, intermediate=64), 1) == "tokens too wide for shared memory"
+    zeros = torch.zeros(1, 256, 2, dtype=torch.uint8)
+    mixed = replace(layer(1), gate_up=replace(layer(1).gate_up, zeros=zeros))
+    assert why_not_decode_mx(mixed, 1) == "zero points of one of the weights alone"
     by_rows = replace(layer(), down=replace(layer().down, order="rows"))
     assert why_not_decode_mx(by_rows, 1) == "the weights' order"
 

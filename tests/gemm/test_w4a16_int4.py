@@ -75,48 +75,20 @@ def test_every_pair_becomes_e4m3():
         assert torch.equal(e4m3(registers[name], i) * 2**8, q.roll(i).double() - 8)
 
 
-def test_every_pair_less_every_zero_point_becomes_e4m3():
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_every_pair_less_every_zero_point_becomes_its_difference_in_bf16(per_step):
     for zero in range(LARGEST_ZERO + 1):
-        other = LARGEST_ZERO - zero
-        registers = {"$2": words(False)}
-        registers |= {
-            name: torch.full_like(registers["$2"], (128 - z) * 0x01010101) for name, z in (("$6", zero), ("$10", other))
-        }
-        run(int4.with_zeros_code(), registers)
-        for i, (name, q, z) in itertools.product(range(4), (("$0", FIRST, zero), ("$1", SECOND, other))):
-            assert torch.equal(e4m3(registers[name], i) * 2**9, q.roll(i).double() - z)
-
-
-def added(acc: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Add products [rows, 32] to acc [rows, 1] as FP8 tensor cores do: cut off 2^13 below the largest of them."""
-    all_of_them = torch.cat([acc, products], 1)
-    unit = 2.0 ** (all_of_them.abs().amax(1, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
-    return ((all_of_them / unit).trunc() * unit).sum(1, keepdim=True)
-
-
-@pytest.mark.parametrize("zero", [0, LARGEST_ZERO])
-@pytest.mark.parametrize("mean", [1.0, 4.0])
-def test_weights_at_their_zero_point_take_no_digits_from_the_others(zero, mean):
-    """One weight of 64 isn't zero: tokens that have a mean would cancel if zero points were subtracted afterwards."""
-    rows, columns = 256, 64
-    source = torch.Generator().manual_seed(zero)
-    q = torch.full((rows, columns), zero)
-    q.scatter_(1, torch.randint(0, columns, (rows, 1), generator=source), LARGEST_ZERO - zero)
-    tokens = (torch.randn(rows, columns, generator=source) + mean).bfloat16().double()
-    high = tokens.to(torch.float8_e4m3fn).double()
-    low = tokens - high
-    nibbles = q.view(rows, 2, 8, 4)  # block, word, byte
-    bytes_ = nibbles[:, 0] | nibbles[:, 1] << 4
-    registers = {"$2": (bytes_ << torch.tensor([0, 8, 16, 24])).sum(-1)}
-    registers |= {name: torch.full_like(registers["$2"], (128 - zero) * 0x01010101) for name in ("$6", "$10")}
-    run(int4.with_zeros_code(), registers)
-    got = torch.zeros(rows, 1, dtype=torch.float64)
-    for part in (high, low):
-        for block, name in enumerate(("$0", "$1")):
-            weights = torch.stack([e4m3(registers[name], i) for i in range(4)], -1).view(rows, 32)
-            got = added(got, weights * 2**9 * part[:, 32 * block : 32 * block + 32])
-    want = ((q - zero) * tokens).sum(1, keepdim=True)
-    assert float((got - want).norm() / want.norm()) < 1e-4
+        zeros = [(zero + 5 * i) % (LARGEST_ZERO + 1) for i in range(2 * per_step)]  # by block, then row
+        given = words(False)
+        registers = {f"${16 + 8 * k16 + 2 * row}": given.roll(4 * k16 + row) for k16 in range(2) for row in range(2)}
+        registers["$32"] = torch.full_like(given, sum(z << 8 * i for i, z in enumerate(zeros)))
+        run(int4.less_zeros_code(per_step), registers)
+        for block, k16, k8, row in itertools.product(range(2), repeat=4):
+            got = registers[f"${8 * block + 4 * k16 + 2 * k8 + row}"]
+            z = zeros[row + 2 * block * (per_step - 1)]
+            for b in range(2):  # byte k8 + 2 b of the word
+                q = (FIRST, SECOND)[block].roll(k8 + 2 * b + 4 * k16 + row)
+                assert torch.equal(bf16(got >> 16 * b & 0xFFFF).double(), q.double() - z)
 
 
 def random_factors(half: bool) -> torch.Tensor:

@@ -59,7 +59,7 @@ def judge_quantised(rows: torch.Tensor, offsets: list[int], scheme: str) -> torc
     return got.values.view(torch.uint8)[used:]
 
 
-def judge_combined(tokens: int, width: int, k: int, device: str = "cpu") -> None:
+def judge_combined(tokens: int, width: int, k: int, device: str = "cpu", **how: bool) -> None:
     source = torch.Generator(device).manual_seed(k)
     rows = torch.randn(tokens * k, width, generator=source, device=device).bfloat16()
     row_map = torch.randperm(tokens * k, generator=source, device=device).to(torch.int32).view(tokens, k)
@@ -67,4 +67,4 @@ def judge_combined(tokens: int, width: int, k: int, device: str = "cpu") -> None
     want = torch.zeros(tokens, width, device=device)
     for slot in range(k):
         want += torch.where(row_map[:, slot, None] >= 0, rows[row_map[:, slot].long()], 0.0).float()
-    assert_same_bits(combine_rows(rows, row_map), want.bfloat16())
+    assert_same_bits(combine_rows(rows, row_map, **how), want.bfloat16())

@@ -70,7 +70,7 @@ def kernels(request, monkeypatch) -> Kernels:
     """Have these kernels run, whatever the number of rows."""
     made = Kernels(*request.param.split())
     force(monkeypatch, decode_mx=made.which == "few")
-    for name, module, function in (("few", few, "moe"), ("many", kernels_layer, "run_experts")):
+    for name, module, function in (("few", few, "rows"), ("many", kernels_layer, "run_experts")):
         original = getattr(module, function)
         monkeypatch.setattr(
             module, function, lambda *given, name=name, original=original: made.ran.append(name) or original(*given)

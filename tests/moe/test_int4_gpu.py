@@ -43,7 +43,7 @@ def kernels(request, monkeypatch) -> list[str]:
     """Which kernels are to run, and which have."""
     force(monkeypatch, decode_mx=request.param == "few")
     ran: list[str] = []
-    for name, module, function in (("few", few, "moe"), ("many", kernels_layer, "run_experts")):
+    for name, module, function in (("few", few, "rows"), ("many", kernels_layer, "run_experts")):
         original = getattr(module, function)
         monkeypatch.setattr(
             module, function, lambda *given, name=name, original=original: ran.append(name) or original(*given)

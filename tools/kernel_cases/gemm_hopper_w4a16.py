@@ -19,7 +19,7 @@ OTHER_SIZES = 4096, 1536  # in tiles of 16 tokens weights are requested in anoth
 LARGE_SIZES = 7168, 2048  # an SM has one CTA of 16 warps
 NUM_RANKS = 2  # of a layer whose rows are sent
 KERNELS_OF = {
-    "permute": ("permute_kernel", 0), "l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("sum_kernel", 0),
+    "permute": ("permute_kernel", 0), "l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("combine_kernel", 0),
     "many-l1": ("w4a8_kernel", 0), "many-l2": ("w4a8_kernel", 1), "many-sent": ("w4a8_kernel", 1),
 }  # fmt: skip
 
@@ -124,6 +124,7 @@ CASES = (
     Case("few-l1-16-7168", "l1", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l2-16-2048", "l2", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
+    Case("int4-awq-permute", "permute", 16, int4=INT4_FORMS["-awq"]),
     *(
         Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)
         for name, form in INT4_FORMS.items()

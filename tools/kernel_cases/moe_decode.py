@@ -9,7 +9,7 @@ from tools.kernel_cases import HOPPER, KernelCase
 from tools.kernel_cases.planning import Layer, launch_of_call
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2048, 768, 128, 8
-KERNELS_OF = {"l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("sum_kernel", 0)}
+KERNELS_OF = {"l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("combine_kernel", 0)}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The kernels around the GEMMs for few tokens and 4-bit weights: sorting, splitting or quantising, summing."""
+"""The kernel in front of the GEMMs for few tokens and 4-bit weights: sorting, and splitting or quantising tokens."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few
-from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
 from envoi.ops.moe.reference import permute, sort_slots
 from envoi.quant import quantize
 from envoi.quant.fp8_fragments import ORDER
@@ -23,11 +24,24 @@ def layer(experts: int, order: str = "fragments") -> few.Layer:
     return few.Layer(empty(128, HIDDEN), empty(HIDDEN, 64), None, None, "swiglu", None)
 
 
-def permuted(tokens, weights, ids, experts, order="fragments") -> few.Buffers:
-    given = layer(experts, order)
+def with_zeros(experts: int) -> few.Layer:
+    """INT4 weights that have zero points."""
+
+    def of(x: QuantTensor) -> QuantTensor:
+        shape = *x.shape[:-1], x.shape[-1] // 64
+        zeros = torch.empty(shape, dtype=torch.uint8)
+        return QuantTensor(x.values, torch.empty(shape, dtype=torch.float16), (1, 64), order=x.order, zeros=zeros)
+
+    given = layer(experts)
+    return replace(given, gate_up=of(given.gate_up), down=of(given.down))
+
+
+def permuted(tokens, weights, ids, experts, order="fragments", given=None) -> few.Buffers:
+    given = given or layer(experts, order)
     buffers = few.empty_buffers(tokens, ids, given)
     for name in ("routed", "routed_factors", "row_weights", "hidden_factors"):
-        getattr(buffers, name).view(torch.uint8).fill_(255)
+        if getattr(buffers, name) is not None:
+            getattr(buffers, name).view(torch.uint8).fill_(255)
     kernel, grid, arguments, options = few.permute_launch(tokens, weights, ids, given, buffers)
     kernel[grid](*arguments, **options)
     return buffers
@@ -86,6 +100,24 @@ def test_fp8_rows_are_quantised_tokens_by_expert(tokens, experts, k):
     assert bool((got.hidden_factors[used:] == -1).all())
 
 
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3), (45, 2, 32)])
+def test_where_weights_have_zero_points_rows_are_tokens_as_they_are(tokens, experts, k):
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=source).bfloat16() * torch.logspace(-30, 30, tokens)[:, None].bfloat16()
+    x[-1, 3] = torch.nan
+    ids = torch.randint(-2, experts + 2, (tokens, k), generator=source, dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=source)
+    want = permute(x, weights, torch.where((ids < 0) | (ids >= experts), -1, ids), experts)
+    got = permuted(x, weights, ids, experts, given=with_zeros(experts))
+    used = len(want.topk_weights)
+    assert_same_bits(got.offsets, want.offsets)
+    assert_same_bits(got.row_weights[:used], want.topk_weights)
+    assert_same_bits(got.routed[:used], want.rows)
+    assert bool((got.routed[used:].view(torch.uint8) == 255).all())
+    assert got.routed_factors is None and got.hidden_factors is None
+    assert got.hidden.dtype == torch.bfloat16
+
+
 def test_what_is_not_far_below_the_largest_is_exact():
     x = (torch.randint(-255, 256, (1, HIDDEN), generator=torch.Generator().manual_seed(0)) * 0.5).bfloat16()
     x[0, 0] = 128.0
@@ -99,21 +131,6 @@ def test_a_bad_number_makes_its_rows_factor_nan(bad):
     x[1, 7] = bad
     got = permuted(x, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), 1)
     assert got.routed_factors.isnan().tolist() == [False, True, False]
-
-
-def test_sums_are_those_of_combine():
-    big = 2.0**24
-    given, ids = layer(2), torch.zeros(2, 3, dtype=torch.int32)
-    buffers = few.empty_buffers(torch.zeros(2, HIDDEN).bfloat16(), ids, given)
-    # In float32, big + one == big, so the order shows: (big - big) + one is 1, (big + one) - big is 0.
-    buffers.rows.copy_(torch.tensor([big, -big, 1.0, big, 1.0, -big])[:, None].expand(6, HIDDEN))
-    buffers.slot_to_pos.copy_(torch.arange(6, dtype=torch.int32).view(2, 3))
-    kernel, grid, arguments, options = sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)
-    kernel[grid](*arguments, num_warps=options["num_warps"])
-    assert buffers.out[:, 0].tolist() == [1.0, 0.0]
-    buffers.slot_to_pos[1] = -1
-    kernel[grid](*arguments, num_warps=options["num_warps"])
-    assert bool((buffers.out[1] == 0).all())
 
 
 def test_ids_and_weights_are_read_as_they_are():

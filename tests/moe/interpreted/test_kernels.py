@@ -104,16 +104,25 @@ def test_rows_are_quantised_as_far_as_experts_have_them(scheme):
 
 
 @pytest.mark.parametrize(("width", "k"), [(8, 1), (200, 3), (1032, 8), (24, 32)])
-def test_combine_against_a_loop(width, k):
+@pytest.mark.parametrize("early", [False, True])
+def test_combine_against_a_loop(width, k, early):
     judge_combined(5, width, k)
+    judge_combined(5, width, k, few=True, early=early)
+
+
+def test_combine_adds_in_the_order_of_slots():
+    big = 2.0**24  # in float32, big + one == big
+    rows = torch.tensor([big, -big, 1.0, big, 1.0, -big]).bfloat16()[:, None].expand(6, 192).contiguous()
+    got = permute_kernels.combine_rows(rows, torch.arange(6, dtype=torch.int32).view(2, 3), few=True, early=True)
+    assert got[:, 0].tolist() == [1.0, 0.0]
 
 
 def test_combine_keeps_no_rows_in_the_cache_where_they_are_many(monkeypatch):
     launched = permute_kernels.combine_arguments(torch.zeros(6, 8), torch.zeros(2, 3), torch.zeros(2, 8))
-    assert launched.arguments[-2] == "evict_first"
+    assert launched.arguments[-3] == "evict_first"
     monkeypatch.setattr(permute_kernels, "KEPT_BYTES", 6 * 8 * 2 - 1)
     launched = permute_kernels.combine_arguments(torch.zeros(6, 8).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 8))
-    assert launched.arguments[-2] == ""
+    assert launched.arguments[-3] == ""
     judge_combined(2, 8, 3)
 
 

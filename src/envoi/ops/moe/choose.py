@@ -5,8 +5,8 @@
 
 The first of these that can run a call, and pays, is taken:
 
-    DECODE_MX     permute -> L1 -> L2 -> sum              Hopper, few tokens, MXFP4 or INT4 in fragments
-    DECODE        L1 -> L2 -> sum                         Hopper, few tokens, bf16 and fp8_block128
+    DECODE_MX     permute -> L1 -> L2 -> combine          Hopper, few tokens, MXFP4 or INT4 in fragments
+    DECODE        L1 -> L2 -> combine                     Hopper, few tokens, bf16 and fp8_block128
     ONE_LAUNCH    sort -> gather -> L1 with L2 -> combine Hopper, fp8_block128
     GEMMS         sort -> gather -> L1 -> L2 -> combine   every GPU; each GEMM by the kernels that `kernels_for` names
 
@@ -143,6 +143,8 @@ def why_not_decode_mx(experts: ExpertWeights, num_topk: int) -> str:
         return "the weights' order"
     if gate_up.sf.dtype == torch.float8_e4m3fn:
         return "the weights' format"
+    if (gate_up.zeros is None) != (down.zeros is None):
+        return "zero points of one of the weights alone"
     if experts.activation not in DECODE_MX_ACTIVATIONS:
         return "the activation"
     if num_topk > few.MAX_TOPK or experts.num_local_experts > few_config.MAX_EXPERTS:

@@ -45,7 +45,9 @@ def run_layer(
     num_tokens, num_topk = topk_ids.shape
     choice = choose_layer(experts, num_tokens, num_topk, batch_invariant)
     if choice.path is LayerPath.DECODE_MX:
-        return few.moe(tokens, topk_weights, topk_ids, decode_mx_layer(experts))
+        out, slot_to_pos = few.rows(tokens, topk_weights, topk_ids, decode_mx_layer(experts))
+        with span("combine"):
+            return combine_rows(out, slot_to_pos, few=True, early=True)
     if choice.path is LayerPath.DECODE:
         return decode.run(tokens, topk_weights, topk_ids, experts)
     with span("permute"):

@@ -272,16 +272,25 @@ def quantize_kernel(
 
 @triton.jit
 def combine_kernel(
-    rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, OVERLAP: tl.constexpr
+    rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read."""
+    """Sum a token's rows in slot order, in float32, rounded once. EVICTION: what the L2 cache does with rows read.
+
+    EARLY: slot_to_pos is there before the launch in front ends, so that it is read meanwhile.
+    """
+    positions = ()
+    if EARLY:
+        # Past the L1 cache, which may have what was there before.
+        for s in tl.static_range(K):
+            positions += (tl.load(slot_to_pos + tl.program_id(0) * K + s, cache_modifier=".cg"),)
     if OVERLAP:
         gdc_wait()
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
-        pos = tl.load(slot_to_pos + m * K + s)
+        pos = positions[s] if EARLY else tl.load(slot_to_pos + m * K + s)
         at, mask = rows + pos.to(tl.int64) * width + columns, (columns < width) & (pos >= 0)
         total += widen(tl.load(at, mask=mask, other=0.0, eviction_policy=EVICTION))
     tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)

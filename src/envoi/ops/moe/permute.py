@@ -35,7 +35,7 @@ COUNTS_AT_ONCE = 4096  # of chunks and experts, that a program loads at once
 MAPPED = 512  # slots whose ids a program maps
 SHARED_SLOTS = 256  # slots that a program of `shared_kernel` writes, or those of one token if they have a gate
 MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
-MAX_SUM_COLUMNS = 1024  # columns of a token that one program sums
+MAX_SUM_COLUMNS, MAX_SUM_COLUMNS_OF_FEW = 1024, 512  # columns of a token that one program sums
 # Bytes of rows up to which those that have been summed make room in the L2 cache for those that L2 has left there:
 # 134 and 268 MB are summed in 0.94 and 0.96 of the time, 403 and 1074 MB in 1.02 and 1.04 (H200).
 KEPT_BYTES = 320 << 20
@@ -256,17 +256,24 @@ class RowBuffers:
         return self.group, self.has_e8m0_sf, self.has_cast
 
 
-def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor) -> torch.Tensor:
-    """Sum rows [P, H] bf16 into tokens [M, H] bf16, in slot order, in float32, rounded once."""
+def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor, few: bool = False, early: bool = False) -> torch.Tensor:
+    """Sum rows [P, H] bf16 into tokens [M, H] bf16, in slot order, in float32, rounded once.
+
+    few: tokens are few, so that more programs share a token's columns. early: slot_to_pos was written before the launch
+    in front of this one began.
+    """
     out = torch.empty(slot_to_pos.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
-    launch_kernel(KERNELS, "combine_kernel", combine_arguments(rows, slot_to_pos, out))
+    launch_kernel(KERNELS, "combine_kernel", combine_arguments(rows, slot_to_pos, out, few, early))
     return out
 
 
-def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
+def combine_arguments(
+    rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor, few: bool = False, early: bool = False
+) -> Launch:
     """Build the launch of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
-    block, overlap = min(MAX_SUM_COLUMNS, next_power_of_2(width)), overlaps(rows.device)
-    eviction = "evict_first" if M * k * width * rows.itemsize <= KEPT_BYTES else ""
-    arguments = rows, slot_to_pos, out, width, k, block, eviction, overlap
+    block = min(MAX_SUM_COLUMNS_OF_FEW if few else MAX_SUM_COLUMNS, next_power_of_2(width))
+    overlap = overlaps(rows.device)
+    eviction = "evict_first" if not few and M * k * width * rows.itemsize <= KEPT_BYTES else ""
+    arguments = rows, slot_to_pos, out, width, k, block, eviction, overlap, early
     return Launch((M, -(-width // block)), arguments, warps_for(block) | {"launch_pdl": overlap})

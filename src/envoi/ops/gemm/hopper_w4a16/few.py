@@ -1,11 +1,10 @@
-"""Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2 -> sum.
+"""Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2, which overlap.
 
-The four overlap.
-
-The order of the weights says what tokens are. "fragments": bf16, split into two E4M3. `fp8_fragments.ORDER`: FP8 with a
-scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal exact weights, rows of L1 in bf16 that are
-quantised bit for bit as `envoi.quant.quantize` does. But sums along K are cut where the work is shared out, which
-depends on the routing, so that bits may differ from those of the kernel for many tokens.
+The order of the weights says what tokens are. "fragments": bf16, split into two E4M3, or as they are where weights have
+zero points. `fp8_fragments.ORDER`: FP8 with a scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal
+exact weights, rows of L1 in bf16 that are quantised bit for bit as `envoi.quant.quantize` does. But sums along K are
+cut where the work is shared out, which depends on the routing, so that bits may differ from those of the kernel for
+many tokens.
 """
 
 from dataclasses import dataclass
@@ -51,31 +50,37 @@ class Layer:
         """Return True if tokens are FP8."""
         return self.gate_up.order == FP8_ORDER
 
+    @property
+    def bf16(self) -> bool:
+        """Return True if tokens stay bf16, as both weights have zero points."""
+        return self.gate_up.zeros is not None
+
 
 @dataclass(frozen=True)
 class Buffers:
     """Buffers of one call: P = num_tokens * num_topk rows. routed, hidden: tokens as `few_kernel` reads them.
 
-    With FP8 tokens routed is uint8 [P, H], hidden bf16 [P, I], and hidden_factors int32 [P].
+    With FP8 tokens routed is uint8 [P, H], hidden bf16 [P, I], and hidden_factors int32 [P]. With bf16 tokens both are
+    bf16, [P, H] and [P, I], without factors.
     """
 
     offsets: torch.Tensor  # int32 [E + 1]
     slot_to_pos: torch.Tensor  # int32 [num_tokens, num_topk]
     row_weights: torch.Tensor  # float32 [P]
     routed: torch.Tensor  # uint8 [P, 2 H]
-    routed_factors: torch.Tensor  # float32 [P]
+    routed_factors: torch.Tensor | None  # float32 [P]
     hidden: torch.Tensor  # uint8 [P, 2 I]
-    hidden_factors: torch.Tensor  # float32 [P, I / 32]
+    hidden_factors: torch.Tensor | None  # float32 [P, I / 32]
     rows: torch.Tensor  # bf16 [P, H]
-    out: torch.Tensor  # bf16 [num_tokens, H]
 
 
-def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Run the layer on tokens [M, H] bf16, and return [M, H] bf16. Slots whose id no expert has count as masked.
+def rows(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the layer on tokens [M, H] bf16; return its rows [P, H] bf16 and the row of each slot, int32 [M, k], or -1.
 
-    topk_ids and topk_weights [M, k] have at least one slot.
+    topk_ids and topk_weights [M, k] have at least one slot. Slots whose id no expert has count as masked.
     """
-    from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
     from envoi.runtime.launch import launch
 
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
@@ -86,11 +91,10 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
         ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
         ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
         ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
-        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out, early=True)),
     ):
         with span(name):
             launch(kernel, grid, arguments, options)
-    return buffers.out
+    return buffers.rows, buffers.slot_to_pos
 
 
 def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
@@ -111,27 +115,30 @@ def form_of(x: QuantTensor) -> Int4Form | None:
 
 def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> Buffers:
     """Allocate the buffers of a call."""
-    (M, H), P, intermediate = tokens.shape, topk_ids.numel(), layer.down.shape[-1]
+    H, P, intermediate = tokens.shape[1], topk_ids.numel(), layer.down.shape[-1]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=tokens.device)
 
-    if layer.fp8:
+    if layer.bf16:
+        routed, hidden = empty(P, H, dtype=torch.bfloat16), empty(P, intermediate, dtype=torch.bfloat16)
+        factors = None, None
+    elif layer.fp8:
         routed, hidden = empty(P, H, dtype=torch.uint8), empty(P, intermediate, dtype=torch.bfloat16)
-        hidden_factors = empty(P, dtype=torch.int32)
+        factors = empty(P), empty(P, dtype=torch.int32)
     else:
         routed, hidden = empty(P, 2 * H, dtype=torch.uint8), empty(P, 2 * intermediate, dtype=torch.uint8)
-        hidden_factors = empty(P, intermediate // 32)
+        factors = empty(P), empty(P, intermediate // 32)
     return Buffers(
         empty(layer.num_experts + 1, dtype=torch.int32), empty(*topk_ids.shape, dtype=torch.int32), empty(P), routed,
-        empty(P), hidden, hidden_factors, empty(P, H, dtype=torch.bfloat16), empty(M, H, dtype=torch.bfloat16),
+        factors[0], hidden, factors[1], empty(P, H, dtype=torch.bfloat16),
     )  # fmt: skip
 
 
 def permute_launch(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer, buffers: Buffers
 ) -> Launch:
-    """Build the launch that sorts slots by expert, and splits their tokens into two E4M3 or quantises them."""
+    """Build the launch that sorts slots by expert, and splits their tokens into two E4M3, quantises or copies them."""
     from envoi.ops.gemm.hopper_w4a16.tokens import permute_kernel
 
     (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, devices.on_gpu(tokens.device)
@@ -150,7 +157,7 @@ def gemm_launch(
     """Build the launch of L1 or L2, which the config says."""
     from envoi.ops.gemm.hopper_w4a16.kernel_few import few_kernel
 
-    device = buffers.out.device
+    device = buffers.rows.device
     num_ctas = num_ctas or config.ctas_per_sm * devices.num_sms(device)
     num_sums = num_ctas * 16 * config.num_warps * config.tile_tokens
     sums = torch.empty(num_sums, dtype=torch.float32, device=device)

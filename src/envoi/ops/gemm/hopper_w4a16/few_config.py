@@ -20,7 +20,9 @@ SM_WARPS = 16  # that 128 registers a thread leave room for
 TILES = (16, 8), (16, 16), (8, 4), (8, 8), (8, 16)
 LATE = 2  # steps of five, in tiles of 16
 LATE_INT4 = {(1, True): 1, (1, False): 1, (2, True): 3, (2, False): 2}  # by words of factors a step, and whether L1
+LATE_BF16 = {1: 1, 2: 2}  # by words of factors a step: with fewer, registers are spilled
 SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16
+INT4_UP = 8.0  # what sums of INT4 weights in E4M3, times 2^-8, lack more than those of MXFP4
 RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go to reductions
 
 
@@ -34,11 +36,6 @@ class Int4Form(Constant):
     per_step: int
     half: bool
     has_zeros: bool
-
-    @property
-    def up(self) -> float:
-        """Return what sums of E4M3 weights lack, more than those of MXFP4: 2^8 or 2^9 is all of it."""
-        return 16.0 if self.has_zeros else 8.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,19 @@ class FewConfig(Constant):
     @property
     def shares_factors(self) -> bool:
         """Return True if all weights of a row in a step, and all numbers of a token, have one factor."""
-        return self.int4 is not None and self.words_per_step == 1 and (self.is_l1 or self.groups_per_step == 1)
+        if self.int4 is None or self.words_per_step > 1:
+            return False
+        return self.tokens_unscaled or self.groups_per_step == 1
+
+    @property
+    def bf16(self) -> bool:
+        """Return True if tokens stay bf16: weights are INT4 less zero points, which take fewer operations in bf16."""
+        return self.int4 is not None and self.int4.has_zeros
+
+    @property
+    def tokens_unscaled(self) -> bool:
+        """Return True if a token's numbers of all steps have one factor, or none."""
+        return self.is_l1 or self.bf16
 
     @property
     def quantises(self) -> bool:
@@ -136,12 +145,7 @@ class FewConfig(Constant):
     @property
     def num_k_groups(self) -> int:
         """Room for the factors of a token's groups, of the second GEMM; a power of two, 0 if there are none."""
-        return 0 if self.is_l1 or self.fp8 else _room(self.groups_per_step * self.num_steps)
-
-    @property
-    def has_zeros(self) -> bool:
-        """Return True if weights have zero points."""
-        return self.int4 is not None and self.int4.has_zeros
+        return 0 if self.tokens_unscaled or self.fp8 else _room(self.groups_per_step * self.num_steps)
 
     @property
     def own_steps(self) -> int:
@@ -223,8 +227,10 @@ def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
     is_short: so few slots that a CTA has few groups.
     """
     wide = config.tile_tokens == 16
-    if wide and not config.fp8 and not config.has_zeros and config.unroll == 5 and config.num_steps % 5 == 0:
+    if config.bf16 and wide:
+        return replace(config, late=LATE_BF16[config.words_per_step])
+    if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
         return replace(config, late=LATE if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1])
-    # Prefetches of L1 with zero points would spill registers in tiles of 16.
-    pays = not (wide and config.is_l1 and (config.num_steps <= SHORT_STEPS or config.has_zeros))
-    return replace(config, prefetches=pays and not is_short)
+    spills = config.bf16 and config.words_per_step == 2
+    pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
+    return replace(config, prefetches=pays and not spills and not is_short)

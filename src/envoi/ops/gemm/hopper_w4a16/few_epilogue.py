@@ -18,7 +18,8 @@ class Outputs:
     bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
     out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
     32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
-    With FP8 tokens out is bf16 of both, and out_factors int32 [rows], the bits of a row's largest magnitude.
+    With FP8 tokens out is bf16 of both, and out_factors int32 [rows], the bits of a row's largest magnitude. With bf16
+    tokens out is bf16 of both too, and there are no factors.
     token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by; of the second GEMM
     of FP8 tokens int32, the bits of the largest magnitude.
     """
@@ -27,8 +28,8 @@ class Outputs:
     bias: gl.tensor
     row_weights: gl.tensor
     out: gl.tensor
-    out_factors: gl.tensor
-    token_factors: gl.tensor
+    out_factors: Scalar
+    token_factors: Scalar
     num_row_tiles: Scalar
     cfg: gl.constexpr
 
@@ -104,13 +105,14 @@ def finish_l1(acc, tile, outputs):
     T: gl.constexpr = cfg.tile_tokens
     acc = in_order(acc)
     columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    acc = acc * of_columns(outputs.token_factors, tile, T, columns)[None, :]
+    if outputs.token_factors is not None:
+        acc = acc * of_columns(outputs.token_factors, tile, T, columns)[None, :]
     if cfg.fp8:
         acc = acc * of_rows(outputs.scale, acc, tile, outputs)[:, None]
     if cfg.has_bias:
         acc = with_bias(acc, tile, outputs, gl.full((T,), 1.0, gl.float32, columns))
     gate, up = gate_and_up(acc)
-    if cfg.fp8:
+    if cfg.fp8 or cfg.bf16:
         store_hidden(activate(gate, up, cfg), tile, outputs)
     else:
         store_split(activate(gate, up, cfg), tile, outputs)
@@ -118,7 +120,7 @@ def finish_l1(acc, tile, outputs):
 
 @gluon.jit
 def store_hidden(h, tile, outputs):
-    """Store activations [features, tokens] times the routing weight in bf16, and their rows' largest magnitudes."""
+    """Store activations [features, tokens] times the routing weight in bf16; of FP8 their rows' largest magnitudes."""
     cfg: gl.constexpr = outputs.cfg
     T: gl.constexpr = cfg.tile_tokens
     columns: gl.constexpr = gl.SliceLayout(0, h.type.layout)
@@ -129,10 +131,11 @@ def store_hidden(h, tile, outputs):
     feature = tile.row_tile * 32 + gl.arange(0, h.shape[0], gl.SliceLayout(1, h.type.layout))
     inside = (token < tile.token_end)[None, :] & (feature < width)[:, None]
     gl.store(outputs.out + token.to(gl.int64)[None, :] * width + feature[:, None], h, mask=inside)
-    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
-    bits = h.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = gl.max(gl.where((feature < width)[:, None], bits, 0), axis=0)
-    gl.atomic_max(outputs.out_factors + token, largest, mask=token < tile.token_end, sem="relaxed", scope="gpu")
+    if cfg.fp8:
+        # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+        bits = h.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = gl.max(gl.where((feature < width)[:, None], bits, 0), axis=0)
+        gl.atomic_max(outputs.out_factors + token, largest, mask=token < tile.token_end, sem="relaxed", scope="gpu")
 
 
 @gluon.jit

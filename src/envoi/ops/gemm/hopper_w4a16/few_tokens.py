@@ -1,6 +1,7 @@
 """Tokens of the GEMMs for few of them in Gluon: a tile's, all of K, on their way to shared memory.
 
-`Tokens` are bf16 split into two E4M3, `Fp8Tokens` FP8 with a scale a token. Both `fetch` the tokens of a tile.
+`Tokens` are bf16, split into two E4M3 or as they are, `Fp8Tokens` FP8 with a scale a token. Both `fetch` the tokens of
+a tile.
 """
 
 import triton.experimental.gluon.language as gl
@@ -40,14 +41,14 @@ def copy_slabs(values, slabs, tile, cfg: gl.constexpr, BYTES: gl.constexpr):
 
 @aggregate
 class Tokens:
-    """Tokens split into two E4M3, in global memory, sorted by expert, and those of a tile in shared memory.
+    """Tokens in global memory, sorted by expert, and those of a tile in shared memory: two E4M3 or bf16 for a number.
 
-    values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
-    [rows, groups_per_step * num_steps] for the second.
+    values: E4M3 pointer [rows, K / 32, 2, 32], high and low, or to the bytes of bf16 [rows, K]. factors: float32
+    pointer, [rows] for the first GEMM, [rows, groups_per_step * num_steps] for the second; None for bf16.
     """
 
     values: gl.tensor
-    factors: gl.tensor
+    factors: Scalar
     steps: gl.shared_memory_descriptor  # E4M3 [room_steps, tile_tokens, 128]
     cfg: gl.constexpr
 
@@ -83,7 +84,7 @@ class Tokens:
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
         slabs = reinterpret(self.steps, gl.float8e4nv, [num_slabs, SLAB, cfg.tile_tokens, 128], layout)
         copy_slabs(self.values, slabs, tile, cfg, 128)
-        if not cfg.is_l1:
+        if not cfg.tokens_unscaled:
             self.fetch_factors(tile)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -106,6 +107,14 @@ class Tokens:
     def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
         """Return high or low [32, tile_tokens] of block 0 or 1 of a step."""
         return self.steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
+
+    @gluon.jit
+    def bf16_part(self, step, BLOCK: gl.constexpr):
+        """Return block 0 or 1 of a step of bf16 tokens, [32, tile_tokens]."""
+        T: gl.constexpr = self.cfg.tile_tokens
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        steps = reinterpret(self.steps, gl.bfloat16, [self.cfg.room_steps, T, 64], layout)
+        return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
 
 
 @aggregate

@@ -342,16 +342,19 @@ def each_word(x, dot: gl.constexpr):
 
 
 @gluon.jit
-def each_pair(factors, dot: gl.constexpr):
-    """Repeat a word of each pair of rows [8 * warps] for the elements of both, [16 * warps, 64]."""
+def each_pair(factors, dot: gl.constexpr, COLUMNS: gl.constexpr = 64):
+    """Repeat a word of each pair of rows [8 * warps] for the elements of both, [16 * warps, COLUMNS], 32 or 64."""
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = each_thread_layout(warps)
     none = gl.arange(0, 4, gl.SliceLayout(0, layout)) * 0
     c = gl.convert_layout(factors, gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + none[None, :]
     c = repeat(repeat(c.reshape([warps, 8, 4])))  # [warp, g, t, ..]
-    c = gl.join(c, c)
-    c = c.permute([0, 3, 1, 4, 5, 6, 2, 7]).reshape([16 * warps, 64])
-    return gl.convert_layout(c, dot, assert_trivial=True)
+    if COLUMNS == 64:
+        c = gl.join(c, c)
+        c = c.permute([0, 3, 1, 4, 5, 6, 2, 7])
+    else:
+        c = c.permute([0, 3, 1, 4, 5, 2, 6])
+    return gl.convert_layout(c.reshape([16 * warps, COLUMNS]), dot, assert_trivial=True)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ Without zero points a nibble is a code of `envoi.quant.int4.to_codes`; with them
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.ops.gemm.hopper_w4a16.fragments import by_row, by_thread, each_pair, each_word
+from envoi.ops.gemm.hopper_w4a16.fragments import by_thread, each_pair, each_word
 
 # As E4M3_CODE, of INT4 without zero points (`envoi.quant.int4.to_codes`): a nibble 2 m | s becomes the byte of m, or of
 # -m - 1 where s is 1, times 2^-8: up to 16 times 2^-9, E4M3 is linear. Bytes don't carry.
@@ -16,60 +16,70 @@ INT4_CODE = gl.constexpr(
 )
 
 
-@gluon.constexpr_function
-def with_zeros_code():
-    """PTX as E4M3_CODE, of INT4 with zero points: nibble less zero point, times 2^-9.
-
-    Not q or q less a constant here and the rest times sums of tokens later, which would be fewer operations: an FP8
-    product keeps 13 or 14 bits below its largest number, and where most weights are zero and tokens have a mean that
-    rest cancels nearly all of it.
-
-    $6, $10: 128 less the zero point in each byte, for block 0 and block 1. A sum's bit 7 then says that there is no
-    sign; else what is below it is 128 less the magnitude, whose complement is one too small.
-    """
-    lines = ["{ .reg .b32 y, m, s; and.b32 y, $2, 0x0F0F0F0F; shr.u32 s, $2, 4; and.b32 s, s, 0x0F0F0F0F;"]
-    for out, added in (("$0", "$6"), ("$1", "$10")):
-        y = "y" if out == "$0" else "s"
-        lines.append(
-            f"add.u32 {y}, {y}, {added}; prmt.b32 m, {y}, 0, 0xBA98; lop3.b32 {y}, {y}, m, 0x7F7F7F7F, 0x93; "
-            f"not.b32 m, m; and.b32 m, m, 0x01010101; add.u32 {out}, {y}, m;"
-        )
-    return "\n".join([*lines, "}"])
-
-
-ZEROS_OPERANDS = gl.constexpr(",".join(["=&r"] * 2 + ["r"] * 12))
-
-
 @gluon.jit
-def int4_to_e4m3(words, zeros, dot: gl.constexpr, PER_STEP: gl.constexpr):
-    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1.
+def int4_to_e4m3(words, dot: gl.constexpr):
+    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-8.
 
-    Times 2^-8; with zero points, bytes of int32 [8 * warps], times 2^-9.
+    Of weights without zero points.
     """
     warps: gl.constexpr = gl.num_warps()
     x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
-    if zeros is None:
-        first, second = gl.inline_asm_elementwise(
-            INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-        )
-    else:
-        less0 = by_row(less_zero(zeros, 0), less_zero(zeros, 8), dot)
-        less1 = less0 if PER_STEP == 1 else by_row(less_zero(zeros, 16), less_zero(zeros, 24), dot)
-        code: gl.constexpr = with_zeros_code()
-        first, second = gl.inline_asm_elementwise(
-            code, ZEROS_OPERANDS, [x, less0, less1], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-        )
+    first, second = gl.inline_asm_elementwise(
+        INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
     return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
 
 
+@gluon.constexpr_function
+def less_zeros_code(per_step):
+    """PTX that widens a thread's 32 INT4 weights of a tile, less their zero points, to bf16: integers, -15 to 15.
+
+    $0 .. $7: of block 0, $8 .. $15: of block 1, in whose number the bits are (k16, k8, row). $16 ..: words. $32 ..:
+    zero points. A nibble in the mantissa of 128 is 128 more than it; less 128 and the zero point it is exact.
+
+    Not q here and the zero point times sums of tokens later, which would be fewer operations: where most weights are
+    zero and tokens have a mean, that cancels nearly all of a sum.
+    """
+    lines = ["{ .reg .b32 v, z00, z01, z10, z11;"]
+    for row in range(2):
+        for block in range(2):
+            place = row + 2 * block * (per_step - 1)
+            if per_step == 1 and block == 1:
+                lines.append(f"mov.b32 z{row}1, z{row}0;")
+            else:
+                lines.append(f"bfe.u32 v, $32, {8 * place}, 8; mad.lo.u32 z{row}{block}, v, 0x00010001, 0x43004300;")
+    for row in range(2):
+        for k16 in range(2):
+            word = f"${16 + 8 * k16 + 2 * row}"
+            for block in range(2):
+                for k8 in range(2):
+                    shift, out = 4 * block + 8 * k8, f"${8 * block + 4 * k16 + 2 * k8 + row}"
+                    lines.append(f"shr.u32 v, {word}, {shift};" if shift else f"mov.b32 v, {word};")
+                    lines.append("lop3.b32 v, v, 0x000F000F, 0x43004300, 0xEA;")
+                    lines.append(f"sub.rn.bf16x2 {out}, v, z{row}{block};")
+    return "\n".join([*lines, "}"])
+
+
+LESS_ZEROS_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
+
+
 @gluon.jit
-def less_zero(zeros, SHIFT: gl.constexpr):
-    """Return 128 less a zero point in each byte of a word."""
-    ONES: gl.constexpr = 0x01010101
-    MIDDLE: gl.constexpr = -0x7F7F7F80  # 0x80808080
-    return MIDDLE - ((zeros >> SHIFT) & 0xFF) * ONES
+def int4_less_zeros(words, zeros, dot: gl.constexpr, PER_STEP: gl.constexpr):
+    """Four words of each thread -> two operands bf16 [16 * warps, 32], of block 0 and of block 1, K in order.
+
+    zeros: bytes of int32 [8 * warps].
+    """
+    warps: gl.constexpr = gl.num_warps()
+    x = by_thread(words)
+    x = gl.join(gl.join(x, x), gl.join(x, x))  # [warp, half, g, k16, t, .., ..]
+    x = gl.convert_layout(x.permute([0, 1, 2, 3, 5, 4, 6]).reshape([16 * warps, 32]), dot, assert_trivial=True)
+    code: gl.constexpr = less_zeros_code(PER_STEP)
+    return gl.inline_asm_elementwise(
+        code, LESS_ZEROS_OPERANDS, [x, each_pair(zeros, dot, 32)], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
+        pack=16,
+    )  # fmt: skip
 
 
 @gluon.jit

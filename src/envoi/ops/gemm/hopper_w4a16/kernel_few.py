@@ -4,8 +4,9 @@
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
 exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
-whose numbers E4M3 holds too, in seven, or in thirteen with zero points. So 32 of K are two wgmma m64nTk32 into a fresh
-accumulator, and a multiply-add for each of its elements: what the factor costs.
+whose numbers E4M3 holds too, in seven. So 32 of K are two wgmma m64nTk32 into a fresh accumulator, and a multiply-add
+for each of its elements: what the factor costs. INT4 less zero points becomes bf16 in eleven operations, E4M3 in
+thirteen: there tokens stay bf16, and 32 of K are two wgmma m64nTk16.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
 memory. There are no roles and no barriers in the loop: 16 warps an SM hide each other's waits, in 4 CTAs, or in 2 or 1
@@ -24,7 +25,7 @@ down: a CTA waits for ones that were launched before it, so it doesn't matter ho
     flag      set by                            reset by               meaning
     flags[i]  worker i, after its part          who adds that part     parts[i] can be read
 
-Launches overlap: permute (`tokens`) -> L1 -> L2 -> sum. Each may start once all CTAs of the one in front have let it,
+Launches overlap: permute (`tokens`) -> L1 -> L2. Each may start once all CTAs of the one in front have let it,
 and requests weights; what the one in front writes is read after `wait_for_grid`. `offsets`, which permute writes, tells
 where weights are. So L1 lets L2 start only after it has seen the end of permute itself, and either waits for that first
 or, for few slots, finds from the ids where weights are.
@@ -36,13 +37,16 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from envoi.epilogues.device import plus
 from envoi.ops.gemm.hopper_w4a8.widening import widened
+from envoi.ops.gemm.hopper_w4a16 import few_config
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
 from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
-from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_less_zeros, int4_to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
+
+INT4_UP = gl.constexpr(few_config.INT4_UP)
 
 
 @aggregate
@@ -192,12 +196,32 @@ def issue_step(held, tokens, step, zero):
     """
     cfg: gl.constexpr = tokens.cfg
     mma: gl.constexpr = zero.type.layout
-    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
-    if cfg.int4 is None:
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2 if cfg.bf16 else 4)
+    if cfg.bf16:
+        return issue_bf16_step(held, tokens, step, zero, dot)
+    else:
+        return issue_split_step(held, tokens, step, zero, dot)
+
+
+@gluon.jit
+def issue_bf16_step(held, tokens, step, zero, dot: gl.constexpr):
+    """Run `issue_step` for tokens in bf16."""
+    w0, w1 = int4_less_zeros(held.words, held.zeros, dot, tokens.cfg.words_per_step)
+    p0 = warpgroup_mma(w0, tokens.bf16_part(step, 0), zero, use_acc=False, is_async=True)
+    if tokens.cfg.shares_factors:
+        return (warpgroup_mma(w1, tokens.bf16_part(step, 1), p0, is_async=True),)
+    else:
+        return p0, warpgroup_mma(w1, tokens.bf16_part(step, 1), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_split_step(held, tokens, step, zero, dot: gl.constexpr):
+    """Run `issue_step` for tokens split into two E4M3."""
+    if tokens.cfg.int4 is None:
         w0, w1 = to_e4m3(held.words, dot)
     else:
-        w0, w1 = int4_to_e4m3(held.words, held.zeros, dot, cfg.words_per_step)
-    if cfg.shares_factors:
+        w0, w1 = int4_to_e4m3(held.words, dot)
+    if tokens.cfg.shares_factors:
         p = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
         p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
         p = warpgroup_mma(w0, tokens.part(step, 0, 1), p, is_async=True)
@@ -227,14 +251,14 @@ def finish_step(acc, products, factors, second, tokens, step):
         else:
             f1 = int4_factors(second, rows, half)
     if cfg.shares_factors:
-        if cfg.is_l1:
+        if cfg.tokens_unscaled:
             p = warpgroup_mma_wait(num_outstanding=0, deps=products)
             acc += p * f0[:, None]
         else:
             t = tokens.factor(step, 0, columns)
             p = warpgroup_mma_wait(num_outstanding=0, deps=products)
             acc += p * f0[:, None] * t[None, :]
-    elif cfg.is_l1:
+    elif cfg.tokens_unscaled:
         p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
         acc += p0 * f0[:, None]
         acc += p1 * f1[:, None]
@@ -366,7 +390,8 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
     num_rows: gl.constexpr = 16 * warps
     num_groups: gl.constexpr = cfg.num_groups
     num_steps: gl.constexpr = cfg.num_steps
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, T, 32])
+    k: gl.constexpr = 16 if cfg.bf16 else 32  # of an instruction
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, T, k])
     first, last = begin // num_groups, gl.cdiv(end, num_groups)
     tile = schedule.tile(first)
     group = begin - first * num_groups
@@ -397,9 +422,8 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
             parts.store(worker, acc)
         else:
             acc = parts.add(worker, acc, num_groups - high, (t + 1) * num_groups)
-            if cfg.int4 is not None:
-                up: gl.constexpr = cfg.int4.up
-                acc = acc * up
+            if cfg.int4 is not None and not cfg.bf16:
+                acc = acc * INT4_UP
             if cfg.is_l1:
                 finish_l1(acc, tile, outputs)
             else:

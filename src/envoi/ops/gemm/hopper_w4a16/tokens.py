@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Tokens on their way into the kernel for few of them, in Triton.
 
-    permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3 or in FP8
+    permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3, in FP8 or in bf16
 
 bf16 has 8 significant bits, E4M3 has 4: a number is high + low, exactly, if it isn't far smaller than what the power of
 two is chosen for, the row's largest magnitude; what is 2^17 below that is lost.
@@ -77,6 +77,7 @@ def permute_kernel(
 
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
+    row_factors: None, and rows are the tokens, [num_tokens * K, width] of their dtype.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
     """
@@ -104,23 +105,24 @@ def permute_kernel(
         pos = tl.where(e < num_experts, pos, -1)
         tl.store(slot_to_pos + slots, pos, mask=s < K)
         tl.store(row_weights + pos, widen(weights), mask=pos >= 0)
-        if largest is not None:
-            tl.store(largest + pos, tl.zeros((SLOTS,), tl.int32), mask=pos >= 0)
-            x, factor = scale_token(widen(x), HARDWARE)
-            tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
+        if largest is not None or row_factors is None:
+            if largest is not None:
+                tl.store(largest + pos, tl.zeros((SLOTS,), tl.int32), mask=pos >= 0)
+                x, factor = scale_token(widen(x), HARDWARE)
+                tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
             for slot in range(own_slot, K, EACH):
                 row = tl.sum(tl.where(s == slot, pos, 0), 0)
                 if row >= 0:
                     tl.store(rows + row.to(tl.int64) * width + c, x, mask=c < width)
-            return
-        x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
-        x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
-        high, low, factor = split_token(x, HARDWARE)
-        place = c // GROUP * (2 * GROUP) + c % GROUP
-        tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
-        for slot in range(own_slot, K, EACH):
-            row = tl.sum(tl.where(s == slot, pos, 0), 0)
-            if row >= 0:
-                at = rows + row.to(tl.int64) * (2 * width) + place
-                tl.store(at, high, mask=c < width)
-                tl.store(at + GROUP, low, mask=c < width)
+        else:
+            x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
+            x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
+            high, low, factor = split_token(x, HARDWARE)
+            place = c // GROUP * (2 * GROUP) + c % GROUP
+            tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
+            for slot in range(own_slot, K, EACH):
+                row = tl.sum(tl.where(s == slot, pos, 0), 0)
+                if row >= 0:
+                    at = rows + row.to(tl.int64) * (2 * width) + place
+                    tl.store(at, high, mask=c < width)
+                    tl.store(at + GROUP, low, mask=c < width)

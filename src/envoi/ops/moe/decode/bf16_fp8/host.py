@@ -1,4 +1,4 @@
-"""Launches of an MoE layer for few tokens on Hopper: L1 -> L2 -> sum; the three overlap."""
+"""Launches of an MoE layer for few tokens on Hopper: L1 -> L2 -> combine; the three overlap."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from envoi.epilogues.lower import Lowered, lower
 from envoi.epilogues.outputs import operand_tensors
 from envoi.ops.gemm.hopper.host import as_stored
 from envoi.ops.moe.decode.bf16_fp8.config import CTAS, FEATURES, DecodeConfig, configs_of
+from envoi.ops.moe.permute import combine_rows
 from envoi.runtime import devices
 from envoi.runtime.tma import as_one_matrix, descriptor, halves_descriptor
 from envoi.spans import span
@@ -37,7 +38,6 @@ class Buffers:
     slot_to_pos: torch.Tensor  # int32 [num_tokens, num_topk]
     hidden: torch.Tensor  # bf16 [P, I]
     rows: torch.Tensor  # bf16 [P, H]
-    out: torch.Tensor  # bf16 [num_tokens, H]
 
 
 def run(
@@ -47,7 +47,6 @@ def run(
 
     topk_ids and topk_weights [M, k] have at least one slot. Slots whose id no expert has count as masked.
     """
-    from envoi.ops.gemm.hopper_w4a16.sum import sum_launch
     from envoi.runtime.launch import launch
 
     tokens = aligned(tokens)
@@ -57,11 +56,11 @@ def run(
     for name, (kernel, grid, arguments, options) in (
         ("L1", l1_launch(tokens, routed, experts, buffers, l1)),
         ("L2", l2_launch(routed, experts, buffers, l2)),
-        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)),
     ):
         with span(name):
             launch(kernel, grid, arguments, options)
-    return buffers.out
+    with span("combine"):
+        return combine_rows(buffers.rows, buffers.slot_to_pos, few=True)
 
 
 def aligned(tokens: torch.Tensor) -> torch.Tensor:
@@ -72,13 +71,12 @@ def aligned(tokens: torch.Tensor) -> torch.Tensor:
 
 def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights) -> Buffers:
     """Allocate the buffers of a call."""
-    (M, H), P, intermediate, device = tokens.shape, topk_ids.numel(), experts.down.shape[-1], tokens.device
+    H, P, intermediate, device = tokens.shape[1], topk_ids.numel(), experts.down.shape[-1], tokens.device
     return Buffers(
         torch.empty(P, dtype=torch.float32, device=device),
         torch.empty(topk_ids.shape, dtype=torch.int32, device=device),
         torch.empty(P, intermediate, dtype=torch.bfloat16, device=device),
         torch.empty(P, H, dtype=torch.bfloat16, device=device),
-        torch.empty(M, H, dtype=torch.bfloat16, device=device),
     )
 
 
