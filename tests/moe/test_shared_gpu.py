@@ -1,5 +1,7 @@
 """Shared experts on a GPU: layers against float64, the same bits eager, prepared and in graphs, slots by the launch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from envoi.experts import with_shared
 from envoi.ops.moe import moe, reference
 from envoi.ops.moe.permute import add_shared
 from envoi.quant import FORMATS
+from envoi.types import Routing
 from tests.helpers.accuracy import relative_error
 from tests.moe.layers import Layer, assert_replays_repeat, assert_same_bits_each_time, make
 from tests.moe.parallel.cases import to
@@ -18,8 +21,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 SIZES = {"experts": 8, "k": 2, "hidden": 256, "intermediate": 256}
 
 
-def on_gpu(tokens: int) -> Layer:
-    return to(make(tokens=tokens, **SIZES), "cuda")
+def on_gpu(tokens: int, **sizes: int) -> Layer:
+    layer = to(make(tokens=tokens, **{**SIZES, **sizes}), "cuda")
+    r = layer.routing
+    return replace(layer, routing=Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -40,7 +45,7 @@ def test_layers(format):
 
 @pytest.mark.parametrize(("num_tokens", "k", "hidden"), [(1, 8, 7168), (2048, 10, 2048), (513, 1, 64)])
 def test_the_launch_adds_what_torch_adds(num_tokens, k, hidden):
-    layer = to(make(tokens=num_tokens, experts=16, k=k, hidden=hidden, intermediate=64), "cuda")
+    layer = on_gpu(num_tokens, experts=16, k=k, hidden=hidden, intermediate=64)
     shared = to(shared_layer(64, hidden=hidden, k=1), "cuda").pack()
     for gate in (None, gate_of(hidden).cuda()):
         experts, r = with_shared(layer.pack(), shared, gate), layer.routing

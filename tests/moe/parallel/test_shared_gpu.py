@@ -12,7 +12,7 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, one_rank_as_many, ways
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, one_rank_as_many, ways
 from tests.moe.parallel.test_placement_gpu import ranks_of, shares
 from tests.moe.test_shared import gate_of, shared_layer
 
@@ -60,8 +60,8 @@ def test_the_bits_of_one_rank(way):
     num_ranks = ranks_of(way)
     outcomes = run_ranks(num_ranks, run_all, way, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
-    layer = cases.to(make(**LAYER), "cuda")
+    layer, routing = on_gpu(make(**LAYER))
     for number, (format, gated) in enumerate(TRIED):
-        want = moe(layer.tokens, layer.routing, packed_on("cuda", format, gated)).cpu()
+        want = moe(layer.tokens, routing, packed_on("cuda", format, gated)).cpu()
         for call in range(len(outcomes[0].value[number])):
             assert_same_bits(torch.cat([outcome.value[number][call] for outcome in outcomes]), want)
