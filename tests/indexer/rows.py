@@ -15,7 +15,7 @@ INF, NAN = float("inf"), float("nan")
 def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tensor:
     """Return the best key of each group of neighbours, as the kernels of the scores do.
 
-    Whole keys, none for a short row; or halves: int16, the upper halves of keys.
+    Whole keys, none for a short row; or halves: int16, the upper halves of NUM_GROUPS keys, then the lower.
     """
     level = 0
     while len(scores) > GROUPS << level:
@@ -26,7 +26,9 @@ def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tens
     keys = torch.cat([keys, keys.new_full((-len(keys) % (1 << level),), -(2**31))])
     best = keys.view(-1, 1 << level).amax(1)
     if halves:
-        return (best >> 16).to(torch.int16)
+        both = torch.full((2, GROUPS), 0x7F7F, dtype=torch.int16, device=scores.device)
+        both[0, : len(best)], both[1, : len(best)] = (best >> 16).to(torch.int16), best.to(torch.int16)
+        return both.flatten()
     return best if 0 < level <= fast.TOP_LEVEL else best[:0]
 
 
@@ -36,7 +38,7 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     width = max(1, -(-max(lengths) // 64))
     logits = torch.full((len(rows), width * 64), NAN, device=device)
     kind = torch.int16 if candidates else torch.int32
-    groups = torch.full((len(rows), GROUPS), 0x7F7F, dtype=kind, device=device)
+    groups = torch.full((len(rows), GROUPS * (1 + candidates)), 0x7F7F, dtype=kind, device=device)
     for own, row in enumerate(rows):
         logits[own, : len(row)] = row
         best = groups_of(row, order.as_torch, candidates)
@@ -95,6 +97,8 @@ def hostile_rows(source: torch.Generator, lengths: tuple[int, ...]) -> Iterator[
     yield "mostly -inf", [some(n, -3.0, -INF) for n in lengths]
     yield "one bucket", [100 + 1e-4 * normal(n) for n in lengths]
     yield "few values", [(10 * normal(n)).round() for n in lengths]
+    yield "a sixteenth zero", [some(n, 1.534, 0.0) for n in lengths]
+    yield "a sixteenth best", [-some(n, 1.534, 0.0).abs() for n in lengths]
     yield "ties at the boundary", [torch.where(normal(n) > 2, 2.0, full(n, 1.0)) for n in lengths]
     yield "rising and falling", [s * torch.arange(n, device=device) for n in lengths for s in (1.0, -1.0)]
     yield "neighbours alike", [normal(n // 16 + 1).repeat_interleave(16)[:n] + 1e-3 * normal(n) for n in lengths]

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from envoi.ops.indexer import kernel_order, kernel_rank, kernel_select
 from envoi.ops.indexer.fast import Order
 from tests.indexer.rows import hostile_rows, wrong_rows
 
 KINDS = dict(hostile_rows(torch.Generator().manual_seed(0), (700, 9000)))
+LONG = dict(hostile_rows(torch.Generator().manual_seed(1), (17000, 40000)))
+TIED = ["equal", "a sixteenth zero", "a sixteenth best", "few values", "ties at the boundary", "mostly -inf", "inf"]
 LENGTHS = (0, 1, 33, 511, 512, 513, 4096, 8191, 8192, 8193)
 
 
@@ -19,7 +22,46 @@ def test_kinds(kind):
     assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
 
 
-@pytest.mark.parametrize("kind", ["equal", "NaN", "inf", "one bucket", "huge and tiny"])
+@pytest.mark.parametrize("kind", LONG)
+def test_kinds_of_long_rows(kind):
+    assert wrong_rows(LONG[kind], 512, Order(slots=False, by_score=False)) == []
+
+
+def refuse(*_):
+    raise AssertionError("the slow path")
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_long_rows_with_ties_are_read_once(kind, monkeypatch):
+    monkeypatch.setattr(kernel_select, "choose_from_memory", refuse)
+    assert wrong_rows(LONG[kind], 512, Order(slots=True, by_score=False)) == []
+
+
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize("as_torch", [True, False])
+def test_candidates_with_ties_are_not_narrowed(kind, as_torch, monkeypatch):
+    monkeypatch.setattr(kernel_rank, "narrow", refuse)
+    order = Order(slots=True, by_score=True, as_torch=as_torch)
+    assert wrong_rows(LONG[kind], 512, order, candidates=True) == []
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_ties_are_not_compared(kind, monkeypatch):
+    compared = []
+    inner = kernel_order.rank_in_bins
+    monkeypatch.setattr(
+        kernel_order,
+        "rank_in_bins",
+        lambda *args: compared.append(int((args[4] - args[3]).handle.data.max())) or inner(*args),
+    )
+    assert wrong_rows(KINDS[kind], 512, Order(slots=True, by_score=True)) == []
+    assert max(compared, default=0) <= kernel_order.ALIKE.value
+
+
+BEST_FIRST = ["NaN", "one bucket", "huge and tiny", "neighbours alike", "rising and falling"]
+
+
+@pytest.mark.parametrize("kind", BEST_FIRST)
 def test_best_first(kind):
     assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
 

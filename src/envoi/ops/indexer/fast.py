@@ -93,9 +93,9 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
-    Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
-    listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
-    int32.
+    Where the best are found among candidates, groups are int16, the upper halves of NUM_GROUPS keys and then the lower,
+    and in place of lists there are listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites,
+    and counters [rows, NUM_COUNTERS] int32.
     """
 
     logits: torch.Tensor
@@ -154,7 +154,8 @@ def workspace(p: Problem, candidates: bool = False) -> Workspace:
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    logits, groups = empty(p.max_length, torch.float32), empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
+    logits, halves = empty(p.max_length, torch.float32), (2 * NUM_GROUPS, torch.int16)
+    groups = empty(*halves) if candidates else empty(NUM_GROUPS, torch.int32)
     if not candidates:
         return Workspace(logits, groups, empty(num_parts(p) * LIST_WORDS, torch.int32))
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
@@ -302,9 +303,9 @@ def rank_arguments(
 ) -> tuple[tuple[int, int], tuple, dict]:
     """Return grid, arguments and options of `rank_kernel`."""
     return (SCORE_BINS, num_rows), (
-        space.listed, space.bins, space.counters, space.logits if order.as_torch else None, p.seq_lens, p.table, out,
-        errors, first, num_rows, p.width, p.next_n,
-        p.k, order.slots,
+        space.listed, space.bins, space.counters, space.logits, p.seq_lens, p.table, out, errors,
+        first, num_rows, p.width, p.next_n,
+        p.k, order.slots, order.as_torch,
     ), {"num_warps": 2}  # fmt: skip
 
 

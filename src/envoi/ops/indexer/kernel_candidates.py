@@ -6,6 +6,8 @@
     for each BLOCK scores of each row of n:                      one program
         low, high = about the k-th best of the row's groups (the least if n <= k), and the best
         the composites of scores that reach low                  -> the row's list, and the list of their bin
+        if many groups are as good as the k-th: those above it   -> the lists
+                                                how many equal it of each PIECE tokens, which places the equal ones
 
 Lists are unordered; `kernel_rank` ranks them. The range from high to low is divided into SCORE_BINS, the first for the
 best, so that a score need only be compared with those of its own bin. A bin's list holds CAPACITY; if one overflows,
@@ -25,9 +27,12 @@ from envoi.ops.indexer.kernel_scores import (
     NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
+    PIECE,
+    PIECES_AT,
     SCORE_BINS,
     level_of,
     ordered,
+    row_of_groups,
     visible,
 )
 
@@ -35,9 +40,12 @@ POSITION_BITS: tl.constexpr = tl.constexpr(29)
 LAST: tl.constexpr = tl.constexpr((1 << 29) - 1)
 LEAST: tl.constexpr = tl.constexpr(-(1 << 15))  # upper half of a key
 OCTAVE: tl.constexpr = tl.constexpr(128)  # a factor of two between scores, in upper halves of their keys
-SLACK: tl.constexpr = tl.constexpr(16)  # the bound may let k / 16 groups too many through
+SLACK: tl.constexpr = tl.constexpr(16)  # the bound may let k / 16 groups too many through,
+MANY: tl.constexpr = tl.constexpr(128)  # and so many more that are as good as the k-th, for which bins have room
 CAPACITY: tl.constexpr = tl.constexpr(256)
 FAILED: tl.constexpr = tl.constexpr(1 << 30)  # in a list's counter: a page outside the cache
+TIED_AT: tl.constexpr = tl.constexpr((SCORE_BINS.value + 1) * COUNTER_STRIDE.value)  # whether equals are counted,
+BOUND_AT: tl.constexpr = tl.constexpr(TIED_AT.value + COUNTER_STRIDE.value)  # and the bound
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
 
@@ -59,7 +67,7 @@ def reaching(best, bound):
 
 @triton.jit
 def bound_of(best, top, K: tl.constexpr):
-    """Find a bound that K groups reach, and at most K / SLACK others, but for ties. LEAST if there are fewer than K.
+    """Find a bound that K groups reach, and at most K / SLACK others, but for ties; return it, and how many reach it.
 
     Searches from the top downwards by doubled steps, then by bisection: ten counts over registers.
     """
@@ -78,22 +86,51 @@ def bound_of(best, top, K: tl.constexpr):
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         inside = tl.where(enough, found, inside)
-    return low
+    return low, inside
+
+
+@triton.jit
+def whole_bound(groups, best, low, num, K: tl.constexpr):
+    """Return the key of the K-th best group, whose upper half is low. best: the groups' upper halves; num: groups.
+
+    The greatest key with this half is looked at first: most often all that are alike are equal.
+    """
+    ids = tl.arange(0, NUM_GROUPS)
+    rest = tl.load(groups + NUM_GROUPS + ids, mask=ids // 8 < tl.cdiv(num, 8), other=0).to(tl.int32) & 0xFFFF
+    keys = (best << KEY_SHIFT) | rest
+    least = low << KEY_SHIFT
+    most = tl.max(tl.where(best == low, keys, least), 0)
+    enough = reaching(keys, most) >= K
+    least = tl.where(enough, most, least)
+    while least < most:
+        middle = least + ((most - least + 1) >> 1)
+        enough = reaching(keys, middle) >= K
+        least = tl.where(enough, middle, least)
+        most = tl.where(enough, most, middle - 1)
+    return least
 
 
 @triton.jit
 def limits_of(groups, n, K: tl.constexpr):
-    """Return the bound of a row, and one more than its best group's key, both upper halves of keys."""
+    """Return the bound of a row, and one more than its best group's key, both upper halves of keys.
+
+    Also whether many groups are as good as the bound, and then, instead of the bound, the K-th best group's whole key.
+    """
     ids = tl.arange(0, NUM_GROUPS)
     num = tl.cdiv(n, 1 << level_of(n))
     best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(num, 8), other=LEAST).to(tl.int32)
     best = tl.where(ids < num, best, LEAST)
     top = tl.max(best, 0) + 1
+    tied = n < 0
     if n > K:
-        low = bound_of(best, top, K)
+        low, inside = bound_of(best, top, K)
+        tied = inside > K + K // SLACK + MANY
     else:
         low = tl.min(tl.where(ids < n, best, top), 0)
-    return low, top
+    bound = low << KEY_SHIFT
+    if tied:
+        bound = whole_bound(groups, best, low, num, K)
+    return low, top, tied, bound
 
 
 @triton.jit
@@ -134,7 +171,7 @@ def candidates_kernel(
 ):  # fmt: skip
     """Sift BLOCK scores of a row; programs past its end return at once.
 
-    counters [rows, NUM_COUNTERS]: lengths of the lists, zero at launch (the scores' kernel resets them); FAILED is set
+    counters [rows, NUM_COUNTERS]: zero but for the pieces at launch (the scores' kernel resets them); FAILED is set
     in that of the row's list if a page isn't in the cache. classes [rows, SCORE_BINS, CAPACITY]: the bins' lists.
     """
     own = tl.program_id(1)
@@ -148,9 +185,16 @@ def candidates_kernel(
     counters += own * NUM_COUNTERS
     positions = first + tl.arange(0, BLOCK)
     scores = tl.load(logits + offset + positions, mask=positions // 4 < tl.cdiv(n, 4), other=0.0)
-    low, top = limits_of(groups + own * NUM_GROUPS, n, K)
+    low, top, tied, bound = limits_of(row_of_groups(groups, own), n, K)
     keys = ordered(scores, NAN_FIRST)
-    keep = (positions < n) & ((keys >> KEY_SHIFT) >= low)
+    keep = (positions < n) & (keys >= bound)
+    if tied:
+        equal = (keep & (keys == bound)).to(tl.int32)
+        keep = keep & (keys > bound)
+        pieces = tl.sum(tl.reshape(equal, (BLOCK // PIECE, PIECE)), 1)
+        tl.store(counters + PIECES_AT + first // PIECE + tl.arange(0, BLOCK // PIECE), pieces)
+        tl.store(counters + TIED_AT, 1)  # every program of a row stores the same
+        tl.store(counters + BOUND_AT, bound)
     kind = class_of(scores, low, top, n > K, NAN_FIRST)
     seat = tl.atomic_add(counters + kind * COUNTER_STRIDE, 1, mask=keep, sem="relaxed")
     kept = keep.to(tl.int32)

@@ -25,17 +25,18 @@ from envoi.ops.indexer.kernel_fp4 import value_of, widen
 from envoi.ops.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
+    NUM_CLEARED,
     NUM_COUNTERS,
-    NUM_GROUPS,
     PAGE,
     TOP_LEVEL,
-    as_stored,
     existing,
     least_level,
     level_of,
     load_weights,
     ordered,
+    row_of_groups,
     scored,
+    store_groups,
 )
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
@@ -235,7 +236,7 @@ def score_of_signs(products, scale, weight, any_negative):
 def keep(best, groups):
     """Store the best keys of a tile's groups."""
     flat = gl.reshape(best, [best.numel])
-    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), as_stored(flat, groups))
+    store_groups(groups + gl.arange(0, best.numel, flat.type.layout), flat)
 
 
 @gluon.jit
@@ -284,7 +285,7 @@ def keep_best_of_fours(fours, level, groups):
                 if level == 6:
                     keep(better_half(best), groups)
                 else:
-                    gl.store(groups, as_stored(gl.max(best, 0), groups))
+                    store_groups(groups, gl.max(best, 0))
 
 
 @gluon.jit
@@ -292,7 +293,7 @@ def keep_scores(args, s, row, token, n, width):
     """Store the scores of a tile of a row, and the best keys of its groups. row counts from first_row."""
     tokens = token + gl.arange(0, TILE, s.type.layout)
     gl.store(args.logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-    keep_best(s, token, n, args.groups + row * NUM_GROUPS)
+    keep_best(s, token, n, row_of_groups(args.groups, row))
 
 
 @gluon.jit
@@ -389,7 +390,7 @@ def scores_kernel(
     if EARLY:
         let_next_start()
     if counters is not None:
-        ids = gl.arange(0, NUM_COUNTERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        ids = gl.arange(0, NUM_CLEARED, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
             gl.store(counters + own * NUM_COUNTERS + ids, 0)
     lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, SHARE, BLOCKS)

@@ -9,7 +9,7 @@
 
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
 8192 groups, so few other scores reach the bound. `kernel_select` needs none in rows of up to NUM_GROUPS tokens, and
-whole keys; for `kernel_candidates` groups are int16, the upper halves of keys, in all rows.
+whole keys; for `kernel_candidates` groups are int16 in all rows: the upper halves of keys, then the lower.
 
 Lengths are read on the device. A page outside the cache is not read, and `kernel_select` fails its row. Rows of up to
 LEAST tokens, all of which are chosen, aren't scored.
@@ -31,12 +31,15 @@ NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row, at most
 KEY_SHIFT: tl.constexpr = tl.constexpr(16)
 TOP_LEVEL: tl.constexpr = tl.constexpr(7)  # groups of 1 << level tokens, which a tile holds; longer rows have none
 
-# Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list.
+# Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list, then
+# whether scores that equal the bound are counted apart, and the bound; how many do of each PIECE tokens.
 SCORE_BINS: tl.constexpr = tl.constexpr(32)
-COUNTER_STRIDE: tl.constexpr = tl.constexpr(
-    8
-)  # int32 in a sector of the L2: one counter in each, or their atomics queue up
-NUM_COUNTERS: tl.constexpr = tl.constexpr(512)
+COUNTER_STRIDE: tl.constexpr = tl.constexpr(8)  # in a sector of the L2: one counter in each, or their atomics queue up
+NUM_CLEARED: tl.constexpr = tl.constexpr(512)
+PIECES_AT: tl.constexpr = tl.constexpr(512)
+NUM_PIECES: tl.constexpr = tl.constexpr(256)
+NUM_COUNTERS: tl.constexpr = tl.constexpr(768)
+PIECE: tl.constexpr = tl.constexpr(1024)
 
 INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
 
@@ -80,7 +83,7 @@ def clear(counters, num_rows):
     """Set the counters of all rows, if there are any, to zero, each program its share of them."""
     if counters is not None:
         for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS), 0)
+            tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_CLEARED), 0)
 
 
 @triton.jit
@@ -178,12 +181,19 @@ def least_level(groups):
 
 
 @triton.jit
-def as_stored(best, groups):
-    """Return keys as the groups hold them."""
+def row_of_groups(groups, own):
+    """Return the pointer to a row's groups: NUM_GROUPS keys, or their halves."""
+    return groups + own * (NUM_GROUPS * 2 if groups.dtype.element_ty == tl.int16 else NUM_GROUPS)
+
+
+@triton.jit
+def store_groups(groups, best):
+    """Store keys of groups; groups: a pointer for each."""
     if groups.dtype.element_ty == tl.int16:
-        return (best >> KEY_SHIFT).to(tl.int16)
+        tl.store(groups, (best >> KEY_SHIFT).to(tl.int16))
+        tl.store(groups + NUM_GROUPS, best.to(tl.int16))
     else:
-        return best
+        tl.store(groups, best)
 
 
 @triton.jit
@@ -196,8 +206,7 @@ def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
         if (size >> i) > 0 and i >= least_level(groups):
             if level == i:
                 best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
-                at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
-                tl.store(groups + at, as_stored(best, groups))
+                store_groups(groups + (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i), best)
 
 
 @triton.jit
@@ -239,4 +248,4 @@ def scores_kernel(
         else:
             s = score_tile(inputs, row, page, tokens % PAGE, mask, H, HEADS)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)
+        keep_best(s, tokens, n, row_of_groups(groups, own), False)
