@@ -30,6 +30,7 @@ from envoi.ops.indexer.kernel_scores import (
     clear,
     keep_best,
     place_of_tile,
+    row_of_groups,
     scored,
     token_pages,
 )  # fmt: skip

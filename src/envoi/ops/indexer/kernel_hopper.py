@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from envoi.epilogues.device import maximum
@@ -225,7 +226,9 @@ def score_of_positive(products, scale, weight):
 @gluon.jit
 def score_of_signs(products, scale, weight, any_negative):
     """Compute `score`, a third faster if no scale is negative."""
-    if any_negative:
+    if any_negative is False:
+        s = score_of_positive(products, scale, weight)
+    elif any_negative:
         s = score(products, scale, weight)
     else:
         s = score_of_positive(products, scale, weight)
@@ -341,20 +344,23 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
                 s = score(products, scale, weight)
             keep_scores(args, s, row, token, n, lengths.width)
         else:
+            any_negative: gl.constexpr = False
             if not fp4:
                 scale = factors.index(stage).load(gl.SliceLayout(1, layout))
                 any_negative = gl.max((scale < 0.0).to(gl.int32), 0) > 0
-            for nth in range(num):
-                seen = n - (num - 1 - nth)
-                if (seen > token) & (seen > lengths.least):
-                    at = (lengths.first_row + row + nth).to(gl.int64)
-                    own = load_weights(args.weights, at, heads, HEADS)
-                    products = warpgroup_mma(keys, queries.index(nth).permute((1, 0)), zero, use_acc=False)
-                    if fp4:
-                        s = score_of_positive(products, scale, own)
-                    else:
-                        s = score_of_signs(products, scale, own, any_negative)
-                    keep_scores(args, s, row + nth, token, seen, lengths.width)
+            # The last row sees the most. A row's products run while the scores of the one before are stored.
+            first = gl.maximum(num - (n - gl.maximum(token, lengths.least)), 0)
+            at = (lengths.first_row + row).to(gl.int64)
+            own = load_weights(args.weights, at + first, heads, HEADS)
+            products = warpgroup_mma(keys, queries.index(first).permute((1, 0)), zero, use_acc=False, is_async=True)
+            for nth in range(first, num - 1):
+                s = score_of_signs(warpgroup_mma_wait(0, deps=(products,)), scale, own, any_negative)
+                own = load_weights(args.weights, at + nth + 1, heads, HEADS)
+                next_queries = queries.index(nth + 1).permute((1, 0))
+                products = warpgroup_mma(keys, next_queries, zero, use_acc=False, is_async=True)
+                keep_scores(args, s, row + nth, token, n - (num - 1 - nth), lengths.width)
+            s = score_of_signs(warpgroup_mma_wait(0, deps=(products,)), scale, own, any_negative)
+            keep_scores(args, s, row + num - 1, token, n, lengths.width)
             if not fp4:
                 mbarrier.arrive(stages.empty.index(stage), count=1)
         block, n, token = next_tile(block, n, token, lengths)
@@ -400,4 +406,4 @@ def scores_kernel(
     gl.warp_specialize([
         (consumer, (stages, queries, lengths, args, H, HEADS, STAGES)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
-    ], [1], [32 if SHARE > 1 else 40])  # fmt: skip
+    ], [1], [24 if SHARE > 1 else 40])  # fmt: skip

@@ -149,7 +149,8 @@ def list_members(
 ):  # fmt: skip
     """List those scores of the groups begin to end - 1 that reach a Bound, with positions; return how many they are.
 
-    TIED: not all that equal the bound are wanted.     Scores are loaded as one dimension, so that neighbouring lanes load neighbouring scores.
+    TIED: not all that equal the bound are wanted. Scores are loaded as one dimension, so that neighbouring lanes load
+    neighbouring scores.
     """
     PAIRS: tl.constexpr = CHUNK // 2
     ROWS: tl.constexpr = PAIRS // LANES
