@@ -15,7 +15,7 @@ INF, NAN = float("inf"), float("nan")
 def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tensor:
     """Return the best key of each group of neighbours, as the kernels of the scores do.
 
-    Whole keys, none for a short row; or halves: int16, the upper halves of NUM_GROUPS keys, then the lower.
+    Whole keys, none for a short row; or halves: int16, the upper halves of keys.
     """
     level = 0
     while len(scores) > GROUPS << level:
@@ -26,9 +26,7 @@ def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tens
     keys = torch.cat([keys, keys.new_full((-len(keys) % (1 << level),), -(2**31))])
     best = keys.view(-1, 1 << level).amax(1)
     if halves:
-        both = torch.full((2, GROUPS), 0x7F7F, dtype=torch.int16, device=scores.device)
-        both[0, : len(best)], both[1, : len(best)] = (best >> 16).to(torch.int16), best.to(torch.int16)
-        return both.flatten()
+        return (best >> 16).to(torch.int16)
     return best if 0 < level <= fast.TOP_LEVEL else best[:0]
 
 
@@ -38,7 +36,7 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     width = max(1, -(-max(lengths) // 64))
     logits = torch.full((len(rows), width * 64), NAN, device=device)
     kind = torch.int16 if candidates else torch.int32
-    groups = torch.full((len(rows), GROUPS * (1 + candidates)), 0x7F7F, dtype=kind, device=device)
+    groups = torch.full((len(rows), GROUPS), 0x7F7F, dtype=kind, device=device)
     for own, row in enumerate(rows):
         logits[own, : len(row)] = row
         best = groups_of(row, order.as_torch, candidates)

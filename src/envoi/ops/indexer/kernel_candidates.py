@@ -6,8 +6,8 @@
     for each BLOCK scores of each row of n:                      one program
         low, high = about the k-th best of the row's groups (the least if n <= k), and the best
         the composites of scores that reach low                  -> the row's list, and the list of their bin
-        if many groups are as good as the k-th: those above it   -> the lists
-                                                how many equal it of each PIECE tokens, which places the equal ones
+        if many groups are as good as low: of those above it     -> the lists
+                                           how many equal it of each PIECE tokens, which `kernel_rank` places
 
 Lists are unordered; `kernel_rank` ranks them. The range from high to low is divided into SCORE_BINS, the first for the
 best, so that a score need only be compared with those of its own bin. A bin's list holds CAPACITY; if one overflows,
@@ -32,7 +32,6 @@ from envoi.ops.indexer.kernel_scores import (
     SCORE_BINS,
     level_of,
     ordered,
-    row_of_groups,
     visible,
 )
 
@@ -90,47 +89,22 @@ def bound_of(best, top, K: tl.constexpr):
 
 
 @triton.jit
-def whole_bound(groups, best, low, num, K: tl.constexpr):
-    """Return the key of the K-th best group, whose upper half is low. best: the groups' upper halves; num: groups.
-
-    The greatest key with this half is looked at first: most often all that are alike are equal.
-    """
-    ids = tl.arange(0, NUM_GROUPS)
-    rest = tl.load(groups + NUM_GROUPS + ids, mask=ids // 8 < tl.cdiv(num, 8), other=0).to(tl.int32) & 0xFFFF
-    keys = (best << KEY_SHIFT) | rest
-    least = low << KEY_SHIFT
-    most = tl.max(tl.where(best == low, keys, least), 0)
-    enough = reaching(keys, most) >= K
-    least = tl.where(enough, most, least)
-    while least < most:
-        middle = least + ((most - least + 1) >> 1)
-        enough = reaching(keys, middle) >= K
-        least = tl.where(enough, middle, least)
-        most = tl.where(enough, most, middle - 1)
-    return least
-
-
-@triton.jit
 def limits_of(groups, n, K: tl.constexpr):
-    """Return the bound of a row, and one more than its best group's key, both upper halves of keys.
+    """Return the bound of a row, and one more than its best group's key, both upper halves of keys; how many reach it.
 
-    Also whether many groups are as good as the bound, and then, instead of the bound, the K-th best group's whole key.
+    Of a row whose tokens are all chosen, no number of groups is too many.
     """
     ids = tl.arange(0, NUM_GROUPS)
     num = tl.cdiv(n, 1 << level_of(n))
     best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(num, 8), other=LEAST).to(tl.int32)
     best = tl.where(ids < num, best, LEAST)
     top = tl.max(best, 0) + 1
-    tied = n < 0
     if n > K:
         low, inside = bound_of(best, top, K)
-        tied = inside > K + K // SLACK + MANY
     else:
         low = tl.min(tl.where(ids < n, best, top), 0)
-    bound = low << KEY_SHIFT
-    if tied:
-        bound = whole_bound(groups, best, low, num, K)
-    return low, top, tied, bound
+        inside = n * 0
+    return low, top, inside
 
 
 @triton.jit
@@ -171,7 +145,7 @@ def candidates_kernel(
 ):  # fmt: skip
     """Sift BLOCK scores of a row; programs past its end return at once.
 
-    counters [rows, NUM_COUNTERS]: zero but for the pieces at launch (the scores' kernel resets them); FAILED is set
+    counters [rows, NUM_COUNTERS]: zero at launch, but for the pieces' (the scores' kernel resets them); FAILED is set
     in that of the row's list if a page isn't in the cache. classes [rows, SCORE_BINS, CAPACITY]: the bins' lists.
     """
     own = tl.program_id(1)
@@ -185,16 +159,11 @@ def candidates_kernel(
     counters += own * NUM_COUNTERS
     positions = first + tl.arange(0, BLOCK)
     scores = tl.load(logits + offset + positions, mask=positions // 4 < tl.cdiv(n, 4), other=0.0)
-    low, top, tied, bound = limits_of(row_of_groups(groups, own), n, K)
+    low, top, inside = limits_of(groups + own * NUM_GROUPS, n, K)
+    tied = inside > K + K // SLACK + MANY
+    bound = low << KEY_SHIFT
     keys = ordered(scores, NAN_FIRST)
-    keep = (positions < n) & (keys >= bound)
-    if tied:
-        equal = (keep & (keys == bound)).to(tl.int32)
-        keep = keep & (keys > bound)
-        pieces = tl.sum(tl.reshape(equal, (BLOCK // PIECE, PIECE)), 1)
-        tl.store(counters + PIECES_AT + first // PIECE + tl.arange(0, BLOCK // PIECE), pieces)
-        tl.store(counters + TIED_AT, 1)  # every program of a row stores the same
-        tl.store(counters + BOUND_AT, bound)
+    keep = (positions < n) & (keys >= bound + tied.to(tl.int32))
     kind = class_of(scores, low, top, n > K, NAN_FIRST)
     seat = tl.atomic_add(counters + kind * COUNTER_STRIDE, 1, mask=keep, sem="relaxed")
     kept = keep.to(tl.int32)
@@ -205,3 +174,10 @@ def candidates_kernel(
     tl.store(classes + seat, composites, mask=keep & (seat < CAPACITY))
     if not good:
         tl.atomic_or(counters + SCORE_BINS * COUNTER_STRIDE, FAILED, sem="relaxed")
+    if tied == 0:
+        return
+    equal = ((positions < n) & (keys == bound)).to(tl.int32)
+    pieces = tl.sum(tl.reshape(equal, (BLOCK // PIECE, PIECE)), 1)
+    tl.store(counters + PIECES_AT + first // PIECE + tl.arange(0, BLOCK // PIECE), pieces)
+    tl.store(counters + TIED_AT, 1)  # every program of a row stores the same
+    tl.store(counters + BOUND_AT, bound)

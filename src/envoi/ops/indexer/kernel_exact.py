@@ -24,13 +24,13 @@ from envoi.epilogues.device import INTERPRETED, maximum
 from envoi.ops.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
+    NUM_GROUPS,
     PAGE,
     PAGE_BYTES,
     Inputs,
     clear,
     keep_best,
     place_of_tile,
-    row_of_groups,
     scored,
     token_pages,
 )  # fmt: skip
@@ -147,4 +147,4 @@ def exact_kernel(
         s = add_up(scratch, order >= 256, H, TILE)
         tl.debug_barrier()
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        keep_best(s, tokens, n, row_of_groups(groups, own), True)
+        keep_best(s, tokens, n, groups + own * NUM_GROUPS, True)

@@ -102,18 +102,6 @@ def sort_by_radix(room, r, position):
 
 
 @triton.jit
-def rank_in_bins(room, r, ids, begin, end):
-    """Return ranks: those before each token's bin, and those of its bin, listed from begin to end - 1, ahead of it."""
-    rank = begin
-    for nth in range(tl.max(end - begin, 0)):
-        other, other_id = get2(room, PAIRS_AT + tl.maximum(tl.minimum(begin + nth, end - 1), 0))
-        other = other.to(tl.uint32, bitcast=True)
-        ahead = (begin + nth < end) & ((other < r) | ((other == r) & (other_id < ids)))
-        rank += ahead.to(tl.int32)
-    return rank
-
-
-@triton.jit
 def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
     """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
@@ -136,18 +124,31 @@ def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
     bins = tl.where(most > least, bins, ids)  # equal scores alone are in order
     bins = tl.where(valid, bins, BINS)
     add(room, SECOND + bins)
+    tl.debug_barrier()
+    if tl.max(tl.where(valid, get(room, SECOND + bins), 0), 0) > ALIKE:
+        sort_by_radix(room, tl.where(valid, r, BEHIND), position)
+        _, position = get2(room, PAIRS_AT + ids)
+        tl.store(out + ids, slot_of(table, position, valid, SLOTS), mask=valid)
+    else:
+        put_by_bins(room, out, table, r, position, bins, valid, SLOTS)
+
+
+@triton.jit
+def put_by_bins(room, out, table, r, position, bins, valid, SLOTS: tl.constexpr):
+    """Store the listed tokens by their bins, which are counted in the second set, and by the scores in a bin."""
+    ids = tl.arange(0, BINS)
     begins_of_bins(room)
     seat = fetch_add(room, SECOND + bins, valid)  # afterwards a bin's word is its end
     put2(room, PAIRS_AT + seat, r, ids, valid)
     tl.debug_barrier()
     begin = tl.where(valid & (bins > 0), get(room, SECOND + tl.maximum(bins - 1, 0)), 0)
     end = tl.where(valid, get(room, SECOND + bins), begin)
-    if tl.max(end - begin, 0) <= ALIKE:
-        rank = rank_in_bins(room, r, ids, begin, end)
-    else:
-        sort_by_radix(room, tl.where(valid, r, BEHIND), position)
-        rank = ids
-        _, position = get2(room, PAIRS_AT + ids)
+    rank = begin
+    for nth in range(tl.max(end - begin, 0)):
+        other, other_id = get2(room, PAIRS_AT + tl.maximum(tl.minimum(begin + nth, end - 1), 0))
+        other = other.to(tl.uint32, bitcast=True)
+        ahead = (begin + nth < end) & ((other < r) | ((other == r) & (other_id < ids)))
+        rank += ahead.to(tl.int32)
     tl.store(out + rank, slot_of(table, position, valid, SLOTS), mask=valid)
 
 

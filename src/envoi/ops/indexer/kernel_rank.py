@@ -6,8 +6,8 @@
     those that equal the bound, where these are counted apart: behind the list's, by position
 
 One program ranks a bin: after all of the better bins, and within its own list. If a bin has overflowed, each program
-ranks a share of the row's list among all of it. For that, a list of more than MOST, which means that neighbours are
-alike, is narrowed down to its k best by radix selection, 8 bits a pass. In the exact mode one program of a row of at
+ranks a share of the row's list among all of it. For that, a list of more than MOST, which mostly means many equal
+scores, is narrowed down to its k best by radix selection, 8 bits a pass. In the exact mode one program of a row of at
 most SHORT tokens sorts it as torch does.
 """
 
@@ -112,13 +112,17 @@ def put_equal(out, logits, counters, n, table, part, K: tl.constexpr, SLOTS: tl.
     counts = tl.load(counters + PIECES_AT + ids, mask=ids * PIECE < n, other=0)
     for piece in range(part, tl.cdiv(n, PIECE), SCORE_BINS):
         before = listed + tl.sum(tl.where(ids < piece, counts, 0), 0)
-        if (before < K) & (tl.sum(tl.where(ids == piece, counts, 0), 0) > 0):
-            positions = piece * PIECE + tl.arange(0, PIECE)
-            scores = tl.load(logits + positions, mask=positions // 4 < tl.cdiv(n, 4), other=0.0)
+        end = before + tl.sum(tl.where(ids == piece, counts, 0), 0)
+        first = piece * PIECE
+        while (before < tl.minimum(end, K)) & (first < n):
+            positions = first + tl.arange(0, MINE)
+            scores = tl.load(logits + positions, mask=positions < n, other=0.0)
             equal = (positions < n) & (ordered(scores, NAN_FIRST) == bound)
             rank = before + tl.cumsum(equal.to(tl.int32), 0) - 1
+            before += tl.sum(equal.to(tl.int32), 0)
             equal = equal & (rank < K)
             tl.store(out + rank, slot_of(table, positions, equal, SLOTS), mask=equal)
+            first += MINE
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -166,5 +170,6 @@ def rank_kernel(
             listed = classes
         for first in range(part * MINE, total, SCORE_BINS * MINE):
             rank_and_put(out, listed, first, total, table, 0, K, SLOTS)
-    if tied > 0:
-        put_equal(out, logits, counters, n, table, part, K, SLOTS, NAN_FIRST)
+    if tied == 0:
+        return
+    put_equal(out, logits, counters, n, table, part, K, SLOTS, NAN_FIRST)

@@ -9,7 +9,7 @@
 
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
 8192 groups, so few other scores reach the bound. `kernel_select` needs none in rows of up to NUM_GROUPS tokens, and
-whole keys; for `kernel_candidates` groups are int16 in all rows: the upper halves of keys, then the lower.
+whole keys; for `kernel_candidates` groups are int16, the upper halves of keys, in all rows.
 
 Lengths are read on the device. A page outside the cache is not read, and `kernel_select` fails its row. Rows of up to
 LEAST tokens, all of which are chosen, aren't scored.
@@ -32,7 +32,7 @@ KEY_SHIFT: tl.constexpr = tl.constexpr(16)
 TOP_LEVEL: tl.constexpr = tl.constexpr(7)  # groups of 1 << level tokens, which a tile holds; longer rows have none
 
 # Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list, then
-# whether scores that equal the bound are counted apart, and the bound; how many do of each PIECE tokens.
+# whether scores that equal the bound are counted apart, and the bound; how many there are of each PIECE tokens.
 SCORE_BINS: tl.constexpr = tl.constexpr(32)
 COUNTER_STRIDE: tl.constexpr = tl.constexpr(8)  # in a sector of the L2: one counter in each, or their atomics queue up
 NUM_CLEARED: tl.constexpr = tl.constexpr(512)
@@ -181,19 +181,12 @@ def least_level(groups):
 
 
 @triton.jit
-def row_of_groups(groups, own):
-    """Return the pointer to a row's groups: NUM_GROUPS keys, or their halves."""
-    return groups + own * (NUM_GROUPS * 2 if groups.dtype.element_ty == tl.int16 else NUM_GROUPS)
-
-
-@triton.jit
-def store_groups(groups, best):
-    """Store keys of groups; groups: a pointer for each."""
+def as_stored(best, groups):
+    """Return keys as the groups hold them."""
     if groups.dtype.element_ty == tl.int16:
-        tl.store(groups, (best >> KEY_SHIFT).to(tl.int16))
-        tl.store(groups + NUM_GROUPS, best.to(tl.int16))
+        return (best >> KEY_SHIFT).to(tl.int16)
     else:
-        tl.store(groups, best)
+        return best
 
 
 @triton.jit
@@ -206,7 +199,8 @@ def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
         if (size >> i) > 0 and i >= least_level(groups):
             if level == i:
                 best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
-                store_groups(groups + (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i), best)
+                at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
+                tl.store(groups + at, as_stored(best, groups))
 
 
 @triton.jit
@@ -248,4 +242,4 @@ def scores_kernel(
         else:
             s = score_tile(inputs, row, page, tokens % PAGE, mask, H, HEADS)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        keep_best(s, tokens, n, row_of_groups(groups, own), False)
+        keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)

@@ -156,7 +156,6 @@ def list_members(
     ROWS: tl.constexpr = PAIRS // LANES
     total = end * 0
     equal = end * 0
-    score = float_of(bound.radix)
     end = end << level
     begin = begin << level
     next_even, next_odd = load_members(row, member(room, begin, end, level, PAIRS))
@@ -168,8 +167,8 @@ def list_members(
         keep_even = position < row.n
         keep_odd = position + 1 < row.n
         if not TIED:
-            keep_even = keep_even & reaches(even, score, NAN_FIRST)
-            keep_odd = keep_odd & reaches(odd, score, NAN_FIRST)
+            keep_even = keep_even & reaches(even, float_of(bound.radix), NAN_FIRST)
+            keep_odd = keep_odd & reaches(odd, float_of(bound.radix), NAN_FIRST)
         else:
             r_even = radix_of(ordered(even, NAN_FIRST))
             r_odd = radix_of(ordered(odd, NAN_FIRST))
@@ -361,6 +360,7 @@ def select_kernel(
     logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, PLACES: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
     LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    CROWDED: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
 
@@ -397,10 +397,10 @@ def select_kernel(
         gdc_wait()
     last = part == 0
     if n > K:
-        if (n <= CHUNK) | (PARTS == 1):
+        if (n <= CHUNK) | (PARTS == 1 and not CROWDED):
             ids = grid(CHUNK // LANES)
             choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
-        elif PARTS > 1:
+        elif PARTS > 1 or CROWDED:
             done = n < 0
             if is_long:
                 parts = Parts(lists + own * (PARTS * (2 * MOST + 1)), counters + own, part)
