@@ -104,13 +104,13 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
 
 
 @triton.jit
-def put_equal(out, logits, counters, n, table, part, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr):
+def put_equal(out, logits, counters, n, table, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr):
     """Store the tokens whose scores equal the bound by position, as many as there are places behind the list's."""
     bound = tl.load(counters + BOUND_AT)
     listed = tl.load(counters + SCORE_BINS * COUNTER_STRIDE)
     ids = tl.arange(0, NUM_PIECES)
     counts = tl.load(counters + PIECES_AT + ids, mask=ids * PIECE < n, other=0)
-    for piece in range(part, tl.cdiv(n, PIECE), SCORE_BINS):
+    for piece in range(tl.program_id(0), tl.cdiv(n, PIECE), SCORE_BINS):
         before = listed + tl.sum(tl.where(ids < piece, counts, 0), 0)
         end = before + tl.sum(tl.where(ids == piece, counts, 0), 0)
         first = piece * PIECE
@@ -172,4 +172,4 @@ def rank_kernel(
             rank_and_put(out, listed, first, total, table, 0, K, SLOTS)
     if tied == 0:
         return
-    put_equal(out, logits, counters, n, table, part, K, SLOTS, NAN_FIRST)
+    put_equal(out, logits, counters, n, table, K, SLOTS, NAN_FIRST)

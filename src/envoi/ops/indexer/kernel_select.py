@@ -145,7 +145,7 @@ def reaches(x, bound, NAN_FIRST: tl.constexpr):
 
 @triton.jit
 def list_members(
-    room, row, bound, begin, end, level, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, TIED: tl.constexpr
+    room, row, bound, begin, end, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, TIED: tl.constexpr
 ):  # fmt: skip
     """List those scores of the groups begin to end - 1 that reach a Bound, with positions; return how many they are.
 
@@ -156,6 +156,7 @@ def list_members(
     ROWS: tl.constexpr = PAIRS // LANES
     total = end * 0
     equal = end * 0
+    level = level_of(row.n)
     end = end << level
     begin = begin << level
     next_even, next_odd = load_members(row, member(room, begin, end, level, PAIRS))
@@ -339,9 +340,9 @@ def choose_from_groups(
     begin = tl.minimum(share * parts.part, num)
     end = tl.minimum(begin + share, num)
     if bound.equals < 0:
-        total = list_members(room, row, bound, begin, end, level, NAN_FIRST, CHUNK, False)
+        total = list_members(room, row, bound, begin, end, NAN_FIRST, CHUNK, False)
     else:
-        total = list_members(room, row, bound, begin, end, level, NAN_FIRST, CHUNK // 2, True)
+        total = list_members(room, row, bound, begin, end, NAN_FIRST, CHUNK // 2, True)
     last = hand_over(room, parts, total, PARTS)
     fits = row.n < 0
     if last:
