@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--docs",
         metavar="DIR",
-        help="write the pages of docs/benchmarks, the README's picture and its numbers from the results of --out, in "
-        "the repository bench/results, and stop",
+        help="write the pages of docs/benchmarks, the README's picture and the numbers in README and docs/*.md "
+        "from the results of --out, in the repository bench/results, and stop",
     )
 
 
@@ -113,7 +113,7 @@ def _write_docs(docs: Path, out: str | None) -> int:
 
     results = evidence.load(folder)
     texts = {docs / name: text for name, text in pages.pages(folder).items()}
-    texts[readme] = pages.render(readme.read_text(encoding="utf-8"), folder)
+    texts |= {path: pages.render(path.read_text(encoding="utf-8"), folder) for path in (readme, *guides(docs.parent))}
     cases = pages.picture_cases(results)
     picture = docs.parent / "assets" / pages.PICTURE
     for folder_made in (docs, picture.parent):
@@ -124,8 +124,13 @@ def _write_docs(docs: Path, out: str | None) -> int:
         picture.unlink(missing_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    print(f"{docs}, {picture} and {readme} agree with {folder}")
+    print(f"{docs}, {picture}, {readme} and {docs.parent} agree with {folder}")
     return 0
+
+
+def guides(docs: Path) -> list[Path]:
+    """Return the pages of a docs folder that have numbers of the results."""
+    return [path for path in sorted(docs.glob("*.md")) if "<!-- bench:" in path.read_text(encoding="utf-8")]
 
 
 def _choose(args: argparse.Namespace) -> "list[Case]":

@@ -1,13 +1,15 @@
-"""Pages made from the results: one for each suite, their index, and the numbers of the README.
+"""Pages made from the results: one for each suite, their index, and the numbers of the README and the guides.
 
-A page `<suite>.md` has, for each GPU, where the numbers come from, a table and geometric means. In the README it is
-what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
+A page `<suite>.md` has, for each GPU, where the numbers come from, a table and geometric means. In the README and in
+docs/*.md it is what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
 
     <!-- bench:picture -->                              its picture, and what that shows, in a line
     <!-- bench:h200:gemm_swiglu:1 -->                   the mean ratio to the best baseline, of cases on 1 GPU
     <!-- bench:h200:moe:2:sgl_deep_gemm -->             the mean ratio to this baseline
     <!-- bench:h200:moe:1:libraries -->                 the mean ratio to the fastest of other libraries' baselines
     <!-- bench:h200,h100:moe:1::mxfp4_mxfp8 -->         of the first GPU that has any, cases whose name contains this
+    <!-- bench:engine:h200:table -->                    tokens a second of served models, of any version (`served`)
+    <!-- bench:engine:h200:line -->                     their ratios in a line
 
 Baselines count in the newest version that `libraries` knows; what was measured with older ones stands in a section of
 its own. Where nothing was measured a marker says so.
@@ -17,6 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench import served
 from bench.evidence import BASELINES, SUITES, Measurement, load, slug
 from bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
 from bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers, ratio
@@ -235,16 +238,18 @@ def picture(results: dict[str, list[Measurement]]) -> str:
 
 
 def render(text: str, folder: Path) -> str:
-    """Return a README's text with new text between its markers. Raises ValueError for an unknown marker."""
+    """Return a text with new text between its markers. Raises ValueError for an unknown marker."""
     results = load(folder)
     if text.count("<!-- bench:") != len(MARKER.findall(text)):
-        raise ValueError("README: expected <!-- /bench --> after each <!-- bench:.. -->, got one without")
+        raise ValueError("bench: expected <!-- /bench --> after each <!-- bench:.. -->, got one without")
     return MARKER.sub(lambda found: f"{found[1]}{_served(found[2], results)}<!-- /bench -->", text)
 
 
 def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
     if marker == "picture":
         return picture(results)
+    if marker.startswith("engine:"):
+        return _of_engines(marker, results)
     gpu, suite, num_gpus, baseline, part = (*marker.split(":"), "", "", "", "")[:5]
     if suite not in SUITES or not num_gpus.isdigit() or baseline not in ("", LIBRARIES, *BASELINES):
         raise ValueError(f"bench:{marker}: expected GPU:SUITE:NUM_GPUS[:BASELINE[:PART OF A CASE'S NAME]]")
@@ -255,6 +260,16 @@ def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
             library = _of_libraries((m, one) for m, one, _ in _compared(chosen, baseline or None))
             return found + f", on {name.upper()}" * bool(place) + f" ({library})" * bool(library)
     return NOT_MEASURED
+
+
+def _of_engines(marker: str, results: dict[str, list[Measurement]]) -> str:
+    _, gpu, form = (*marker.split(":"), "", "")[:3]
+    if form not in ("table", "line"):
+        raise ValueError(f"bench:{marker}: expected engine:GPU:table or engine:GPU:line")
+    found = [m for m in results.get(gpu, []) if m.suite == "engine" and not m.is_untuned]
+    if not found:
+        return NOT_MEASURED
+    return f"\n\n{served.table(found)}\n\n" if form == "table" else served.line(found)
 
 
 def _of_libraries(compared_with: Iterable[tuple[Measurement, str]]) -> str:

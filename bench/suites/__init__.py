@@ -9,7 +9,7 @@ from bench.trial import Bench, Trial
 # Fewer for calls that take milliseconds, and for loops of calls; more for the host's time, which varies.
 REPEATS = {
     "moe": 20, "moe_drawn": 20, "indexer_exact": 20, "indexer_fast": 20, "host": 200, "host_loop": 10,
-    "model": 20, "engine": 6,
+    "model": 20, "engine": 4,
 }  # fmt: skip
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10

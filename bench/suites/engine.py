@@ -3,37 +3,34 @@
     prefill 16x2048     one new token for each of 16 prompts of 2048 tokens, in chunks of 8192
     decode 64           a step of 64 sequences that have 32 tokens or more, the engine's own CUDA graphs
 
-Each backend runs in processes of its own (`engine_process.py`), in the order default, Envoi, Envoi, default, since the
-later ones find what torch.compile cached; all rounds of a backend count together. Random weights, the same for both; no
-tokens per second depend on them but by the routing. Error: one layer of the model's sizes in its format on 64 tokens,
-as suite moe has it. Details: seconds until the engine took requests, in the first process of each backend.
+The engines of a model are in memory at once and run rounds in turns, in both orders (`engine_turns.py`). Random
+weights, the same for all; no tokens per second depend on them but by the routing. Error: one layer of the model's sizes
+in its format on 64 tokens, as suite moe has it. Details: seconds until the engine took requests, all caches empty and
+the others starting too; the ratio to the default in rounds that began with it, and in those that ended with it.
 """
 
-import json
-import subprocess
-import sys
 from functools import cache
-from typing import Any, cast
+from statistics import median
+from typing import cast
 
 import torch
 
 from bench.shapes import Case, EngineShape, MoeShape, Options
 from bench.suites import moe
 from bench.suites.engine_process import SERVED
+from bench.suites.engine_turns import Found, in_turns, python
 from bench.suites.models import MODELS
 from bench.suites.torch_moe import eager_moe
-from bench.timing import summarize
+from bench.timing import Timing, summarize
 from bench.trial import Bench, Trial
 from envoi.ops.moe import moe as envoi_moe
 
 PREFILL = (16, 2048)
 DECODE = (1, 16, 64, 256)
-ORDER = ("default", "envoi", "envoi", "default")
-LIMIT_S = 400
 ERROR_TOKENS = 64
 NAME = {"vllm": "vllm_engine"}  # baselines, by engine
-
-Runs = dict[str, list[dict[str, Any]]]  # results of processes by backend
+# Models and formats of which a third engine fits beside, with Envoi's gate too: the model hands its gate to the layer.
+ROUTED = {("Qwen3-30B-A3B", "fp8_block128")}
 
 
 def cases(options: Options) -> list[Case]:
@@ -49,71 +46,90 @@ def cases(options: Options) -> list[Case]:
 
 
 def _name(shape: EngineShape) -> str:
-    count = f"{shape.num_sequences}x{shape.num_tokens}" if shape.num_tokens > 1 else str(shape.num_sequences)
-    phase = "prefill" if shape.num_tokens > 1 else "decode"
-    return f"{shape.engine}, {shape.model} sizes x{shape.num_layers}, {phase} {count} {shape.format}"
+    return f"{shape.engine}, {shape.model} {shape.format} x{shape.num_layers}, {_step(shape)}"
+
+
+def _step(shape: EngineShape) -> str:
+    if shape.num_tokens > 1:
+        return f"prefill {shape.num_sequences}x{shape.num_tokens}"
+    return f"decode {shape.num_sequences}"
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """Return the case's times of what the model's processes measured; the first case of a model runs them."""
+    """Return the case's times of what the model's engines measured; the first case of a model runs them."""
     shape = cast(EngineShape, case.shape)
-    runs = processes(shape.engine, shape.model, shape.num_layers, shape.format, max(1, bench.clock.repeat // 2))
-    if isinstance(runs, RuntimeError):
-        raise runs
-    times = {backend: summarize([t for run in found for t in _times(run, shape)]) for backend, found in runs.items()}
+    found, error = engines(shape.engine, shape.model, shape.num_layers, shape.format, bench.clock.repeat, bench.device)
+    if isinstance(error, Exception):
+        raise error
+    for name in ("default", "envoi"):
+        if not found[name].rounds:
+            raise RuntimeError(f"{name}: {found[name].why}")
+    step = _step(shape)
+    ours, base = found["envoi"], found["default"]
+    baselines = {NAME[shape.engine]: _timing(base, step)}
+    missing = {}
+    if "routed" in found and found["routed"].rounds:
+        baselines["routed"] = _timing(found["routed"], step)
+    elif "routed" in found:
+        missing["routed"] = found["routed"].why
+    return Trial(
+        _timing(ours, step), baselines, error, 0.0, details=_details(shape.engine, found, step), missing=missing
+    )
+
+
+def _timing(found: Found, step: str) -> Timing:
+    return summarize([times[step] for times in found.rounds])
+
+
+def _details(engine: str, found: dict[str, Found], step: str) -> dict[str, str | float]:
+    ours, base = found["envoi"], found["default"]
     details: dict[str, str | float] = {
-        shape.engine: runs["default"][0]["version"], "order": ", ".join(ORDER),
-        "ready s": f"{runs['envoi'][0]['ready_s']} (default {runs['default'][0]['ready_s']})",
-        "tokens repeat": str(all(run["same_again"] for run in runs["envoi"])),
-        "weights GiB": f"{runs['envoi'][0]['weights_gib']} (default {runs['default'][0]['weights_gib']})",
-    }  # fmt: skip
-    error = _error(shape.model, shape.format, bench.device)
-    return Trial(times["envoi"], {NAME[shape.engine]: times["default"]}, error, 0.0, details=details)
-
-
-def _times(run: dict[str, Any], shape: EngineShape) -> list[float]:
-    return run["prefill_us"] if shape.num_tokens > 1 else run["decode_us"][str(shape.num_sequences)]
+        engine: base.ready["version"],
+        "ready s": f"{ours.ready['ready_s']} (default {base.ready['ready_s']})",
+        "memory GiB": f"{ours.ready['memory_gib']} (default {base.ready['memory_gib']})",
+        "tokens repeat": str(ours.warm["same_again"]),
+    }
+    for name, began in {"default first": base.firsts, "default last": [not first for first in base.firsts]}.items():
+        both = zip(base.rounds, ours.rounds, began, strict=False)
+        ratios = [theirs[step] / mine[step] for theirs, mine, counts in both if counts]
+        if ratios:
+            details[name] = round(median(ratios), 3)
+    return details
 
 
 @cache
-def processes(engine: str, model: str, num_layers: int, format: str, rounds: int) -> Runs | RuntimeError:
-    """Run the engine once for each entry of `ORDER`; return the results by backend, or the error of the first to fail.
+def engines(
+    engine: str, model: str, num_layers: int, format: str, rounds: int, device: torch.device
+) -> tuple[dict[str, Found], dict[str, float] | Exception]:
+    """Return what the engines of a model answered, by backend, and the error of a layer, which they start beside.
 
-    An error is returned, so that it is kept as well: the model's other cases needn't wait for it again.
+    What goes wrong is returned too, and so kept: the model's other cases needn't wait for it again.
     """
-    found: Runs = {"default": [], "envoi": []}
-    for backend in ORDER:
-        command = [
-            sys.executable, "-m", "bench.suites.engine_process", "--engine", engine, "--model", model, "--format",
-            format, "--backend", backend, "--layers", str(num_layers), "--rounds", str(rounds),
-            "--prefill", "x".join(map(str, PREFILL)), "--decode", ",".join(map(str, DECODE)),
-        ]  # fmt: skip
+    backends = ("default", "envoi", "routed") if (model, format) in ROUTED else ("default", "envoi")
+    commands = {
+        backend: python(
+            "bench.suites.engine_process", "--engine", engine, "--model", model, "--format", format, "--backend",
+            backend, "--layers", str(num_layers), "--prefill", "x".join(map(str, PREFILL)), "--decode",
+            ",".join(map(str, DECODE)),
+        )
+        for backend in backends
+    }  # fmt: skip
+    errors: list[dict[str, float] | Exception] = []
+
+    def of_a_layer() -> None:
         try:
-            found[backend].append(result_of(command))
-        except RuntimeError as error:
-            return error
-    return found
+            errors.append(_error(model, format, device))
+        except Exception as problem:
+            errors.append(problem)
+
+    return in_turns(commands, rounds, f"{engine}_{model}_{format}", of_a_layer), errors[0]
 
 
-def result_of(command: list[str]) -> dict[str, Any]:
-    """Run a program and return what it prints as RESULT. Raises RuntimeError if there is none."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command[2:])}: not done within {LIMIT_S} s") from None
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    last = " ".join((done.stdout + done.stderr).splitlines()[-8:])
-    raise RuntimeError(f"{' '.join(command[2:])}: exit status {done.returncode}: {last}")
-
-
-@cache
 def _error(model: str, format: str, device: torch.device) -> dict[str, float]:
     sizes = next(one for one in MODELS if one.name == model)
     shape = MoeShape(sizes.hidden, sizes.expert_intermediate, sizes.num_experts, sizes.num_topk, ERROR_TOKENS, format)
     layer = moe.make_layer(shape, device)
     error = moe.errors(layer, envoi_moe(layer.tokens, layer.routing, layer.packed), eager_moe(layer))
     del layer
-    torch.cuda.empty_cache()  # the next model's engine asks for most of the memory
+    torch.cuda.empty_cache()  # the engines ask for most of the memory
     return error

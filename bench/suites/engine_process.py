@@ -1,13 +1,13 @@
-"""`python -m bench.suites.engine_process ..`: time one server's engine with one backend of experts, in this process.
+"""`python -m bench.suites.engine_process ..`: a server's engine with one backend of experts, timed when it is asked.
 
-The suite `engine` starts it, once for each model and backend. Weights are random, of a trained model's magnitudes, and
-the same for every backend: each tensor is drawn from a seed made of its name. Prints one line, RESULT and JSON:
+`engine_turns.py` starts it, once for each model and backend. Weights are random, of a trained model's magnitudes, and
+the same for every backend: each tensor is drawn from a seed made of its name. Each answer is a line of JSON:
 
-    prefill_us        wall times of one new token for each of `--prefill` sequences
-    decode_us         {sequences: wall times of a step}: 2 + STEPS tokens less 2 tokens, over STEPS
-    ready_s           from the process's start until the engine takes requests
-    same_again        whether a greedy run repeats its own tokens
-    weights_gib       memory that the engine's weights take
+    when it takes requests   version of the engine; gpu; ready_s: seconds from the process's start;
+                             memory_gib: what its weights and its cache of keys and values take
+    asked for "warm"         same_again: whether a greedy run repeats its own tokens, after a call of each step
+    asked for "round"        wall times in us, by step: "prefill 16x2048" of one new token for each sequence,
+                             "decode 64" of a step of 64 sequences: 2 + STEPS tokens less 2 tokens, over STEPS
 """
 
 import argparse
@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.suites.models import MODELS, Attention, LatentAttention, Model
 
@@ -28,7 +29,12 @@ STEPS = 64
 CONTEXT = 32  # tokens of each sequence before decode
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 ENGINES = ("vllm",)
-BACKENDS = ("default", "envoi")
+BACKENDS = {  # name: settings of Envoi
+    "default": {"ENVOI_VLLM": "0", "ENVOI_VLLM_ROUTE": "0"},
+    "envoi": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "0"},
+    "routed": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "1"},
+}
+CACHE_GIB = 3  # of keys and values: 32,000 tokens of a model with 100 KB each, more than any step has
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ SERVED = {
         "GptOssForCausalLM", "gpt_oss", 24, 201088,
         {
             "num_local_experts": 32, "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0,
-            "initial_context_length": 4096, "rope_theta": 150000, "attention_bias": True,
+            "initial_context_length": 4096, "rope_theta": 150000, "attention_bias": True, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
             "rope_scaling": {
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
@@ -170,7 +177,7 @@ def _start(arguments: argparse.Namespace, sizes: list[int]) -> Any:
     """Return the engine; it reads the environment when it is imported."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1", "VLLM_USE_DEEP_GEMM": "0", "ENVOI_VLLM": str(int(arguments.backend == "envoi")),
+        "HF_HUB_OFFLINE": "1", "VLLM_USE_DEEP_GEMM": "0", **BACKENDS[arguments.backend],
     }  # fmt: skip
     folder = tempfile.mkdtemp()
     config = config_of(arguments.model, arguments.format, arguments.layers)
@@ -181,7 +188,9 @@ def _start(arguments: argparse.Namespace, sizes: list[int]) -> Any:
     loader.initialize_dummy_weights = fill
     return vllm.LLM(
         model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=4096,
-        gpu_memory_utilization=0.85, max_num_batched_tokens=8192, max_num_seqs=max(sizes), seed=0,
+        # Other engines are in the GPU's memory: what is free at a moment says nothing.
+        gpu_memory_utilization=0.2, kv_cache_memory_bytes=CACHE_GIB << 30,
+        max_num_batched_tokens=8192, max_num_seqs=max(sizes), seed=0,
         enable_prefix_caching=False, disable_log_stats=True, moe_backend="auto",
         attention_backend=attention.AttentionBackendEnum[SERVED[arguments.model].attention],
         compilation_config={"cudagraph_capture_sizes": sizes},
@@ -189,7 +198,7 @@ def _start(arguments: argparse.Namespace, sizes: list[int]) -> Any:
 
 
 def main() -> None:
-    """Time prefill and decode."""
+    """Start the engine, and answer what is asked."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
@@ -199,45 +208,66 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prefill", default="16x2048")
     parser.add_argument("--decode", default="1,16,64,256")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--answers", metavar="FD", type=int, required=True, help="an open file's number")
     arguments = parser.parse_args()
     batches = [int(n) for n in arguments.decode.split(",")]
     llm = _start(arguments, sorted({1, 2, 4, 8, *batches}))
-    result: dict[str, Any] = {"ready_s": round(time.monotonic() - begin, 1)}
+    ready_s = round(time.monotonic() - begin, 1)
     import torch
 
-    vllm: Any = importlib.import_module("vllm")
-    source = torch.Generator().manual_seed(0)
-    vocabulary = SERVED[arguments.model].vocabulary
-    result |= {"version": vllm.__version__, "weights_gib": round(torch.cuda.memory_allocated() / 2**30, 2)}
+    version = importlib.import_module("vllm").__version__
+    memory_gib = round(torch.cuda.memory_allocated() / 2**30, 2)
+    first = {"version": version, "gpu": torch.cuda.get_device_name(), "ready_s": ready_s, "memory_gib": memory_gib}
+    steps = Steps(llm, SERVED[arguments.model].vocabulary, arguments.prefill, batches)
+    with os.fdopen(arguments.answers, "w", buffering=1) as answers:
+        print(json.dumps(first), file=answers)
+        for line in sys.stdin:
+            print(json.dumps(steps.warm() if line.strip() == "warm" else steps.round()), file=answers)
 
-    def prompts(count: int, length: int) -> list[Any]:
-        draws = (torch.randint(0, vocabulary - 1000, (length,), generator=source) for _ in range(count))
-        return [vllm.TokensPrompt(prompt_token_ids=draw.tolist()) for draw in draws]
 
-    def generate(batch: list[Any], new: int) -> tuple[float, list[list[int]]]:
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+class Steps:
+    """Prompts of a model, the same in every process, and calls of an engine with them."""
+
+    def __init__(self, llm: Any, vocabulary: int, prefill: str, batches: Sequence[int]):
+        """prefill: sequences x tokens of each."""
+        import torch
+
+        self.llm, self.vllm, self.prefill = llm, cast(Any, importlib.import_module("vllm")), f"prefill {prefill}"
+        source = torch.Generator().manual_seed(0)
+
+        def prompts(count: int, length: int) -> list[Any]:
+            draws = (torch.randint(0, vocabulary - 1000, (length,), generator=source) for _ in range(count))
+            return [self.vllm.TokensPrompt(prompt_token_ids=draw.tolist()) for draw in draws]
+
+        self.greedy, self.long = prompts(8, 64), prompts(*(int(n) for n in prefill.split("x")))
+        self.short = {f"decode {size}": prompts(size, CONTEXT) for size in batches}
+
+    def warm(self) -> dict[str, Any]:
+        """Make each step once."""
+        same = self._generate(self.greedy, 32)[1] == self._generate(self.greedy, 32)[1]
+        self._generate(self.long, 1)
+        for batch in self.short.values():
+            self._generate(batch, 4)
+        return {"same_again": same}
+
+    def round(self) -> dict[str, float]:
+        """Return the time of each step in us."""
+        found = {self.prefill: 1e6 * self._generate(self.long, 1)[0]}
+        for name, batch in self.short.items():
+            short, long = self._generate(batch, 2)[0], self._generate(batch, 2 + STEPS)[0]
+            found[name] = 1e6 * (long - short) / STEPS
+        return found
+
+    def _generate(self, batch: list[Any], new: int) -> tuple[float, list[list[int]]]:
+        """Return the seconds of a call, and its tokens."""
+        import torch
+
+        params = self.vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        outputs = llm.generate(batch, params, use_tqdm=False)
+        outputs = self.llm.generate(batch, params, use_tqdm=False)
         torch.cuda.synchronize()
         return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
-
-    greedy = prompts(8, 64)
-    result["same_again"] = generate(greedy, 32)[1] == generate(greedy, 32)[1]
-    batch = prompts(*(int(n) for n in arguments.prefill.split("x")))
-    generate(batch, 1)
-    result["prefill_us"] = [1e6 * generate(batch, 1)[0] for _ in range(arguments.rounds)]
-    result["decode_us"] = {}
-    for size in batches:
-        batch = prompts(size, CONTEXT)
-        generate(batch, 4)
-        steps = []
-        for _ in range(arguments.rounds):
-            short, long = generate(batch, 2)[0], generate(batch, 2 + STEPS)[0]
-            steps.append(1e6 * (long - short) / STEPS)
-        result["decode_us"][str(size)] = steps
-    print("RESULT " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

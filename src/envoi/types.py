@@ -185,6 +185,10 @@ class ExpertWeights(_Printed):
         up i), which weights in fragment order can't be.
     padding: how many of the intermediate size I are zeros at its end, in gate, up and down, which `envoi.experts.pack`
         has added to make blocks of factors whole; `unpack` leaves them out.
+    num_shared: how many of the E experts, the last ones, every token passes, after the experts of its routing, which
+        doesn't know them: see `envoi.experts.with_shared`. Set it by `dataclasses.replace` on experts that were packed
+        with theirs at the end.
+    shared_gate [H] float32: a token's weight of these is sigmoid(token @ shared_gate); None: it is 1.
 
     Raises ValueError for another layout, or a limit that isn't positive.
     """
@@ -198,11 +202,15 @@ class ExpertWeights(_Printed):
     down_bias: torch.Tensor | None = None
     gate_up_layout: str = "interleaved"
     padding: int = 0
+    num_shared: int = 0
+    shared_gate: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         limit = self.swiglu_limit
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit!r}")
+        if self.num_shared and not 0 <= self.num_shared <= self.num_local_experts:
+            raise ValueError(f"num_shared: expected 0 to {self.num_local_experts}, got {self.num_shared!r}")
         known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
         if self.gate_up_layout not in known:
             need = " or ".join(map(repr, known))
@@ -228,7 +236,8 @@ class ExpertWeights(_Printed):
 
         Arguments as in `envoi.experts.pack`; format, activation and limit stay. Where these weights are views of a
         caller's, that memory is written, or nothing if it is what is given: views follow their weights without a call.
-        Weights given in this very memory, by rows, are read before they are written over.
+        Weights given in this very memory, by rows, are read before they are written over. Shared experts are among the
+        E of them, in the parts that they have here; shared_gate is the caller's to write.
         Raises ValueError, with nothing written, for other shapes, and for weights that the kernels chosen for these
         couldn't read: another `QuantTensor.order`, or factors that break `QuantTensor.scales_at_most_2`.
         """
@@ -250,8 +259,13 @@ class ExpertWeights(_Printed):
 
     @property
     def num_local_experts(self) -> int:
-        """Number of local experts, E."""
+        """Number of local experts, E, with the shared ones."""
         return self.gate_up.shape[0]
+
+    @property
+    def num_routed(self) -> int:
+        """Number of local experts that a routing may name, those before the shared ones."""
+        return self.num_local_experts - self.num_shared
 
     @property
     def hidden(self) -> int:

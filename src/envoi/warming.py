@@ -101,5 +101,5 @@ def warm_up(
         for site in sites:
             load_at(calls, target, site)
         if shortcuts.PREPARED:
-            prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, num_topk, dtypes)
+            prepare(partial(moe, experts=experts), experts, experts.num_routed, max_tokens, num_topk, dtypes)
     return len(sites)

@@ -1,15 +1,18 @@
 """Suite engine: what its processes are asked, what becomes of their results and of their failures."""
 
-import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench import runner
 from bench.roof import Roof
-from bench.suites import cases, engine, measure
+from bench.suites import cases, engine, engine_turns, measure
 from bench.suites.engine_process import SERVED, config_of
+from bench.suites.engine_turns import Found
+from bench.summary import best_baseline
 from bench.timing import Clock
 from bench.trial import Bench
 
@@ -36,54 +39,142 @@ def test_unknown_models_and_formats_are_refused():
         config_of("gpt-oss-20b", "bf16")
 
 
-def results(backend: str, first: float) -> dict:
-    return {
-        "version": "1.2", "ready_s": first, "same_again": True, "weights_gib": 5.0,
-        "prefill_us": [10 * first, 30 * first], "decode_us": {str(n): [first, first + 1] for n in engine.DECODE},
+def answers(first_us: float) -> Found:
+    ready = {"version": "1.2", "gpu": "H", "ready_s": first_us, "memory_gib": 5.0}
+    rounds = [
+        {"prefill 16x2048": 10 * us, **{f"decode {n}": us + n for n in engine.DECODE}}
+        for us in (first_us, first_us + 1, first_us, first_us + 1)
+    ]
+    return Found(ready, {"same_again": True}, rounds, [first_us > 5, first_us < 5] * 2)
+
+
+def measured(monkeypatch, found: dict[str, Found], error: Exception | None = None) -> tuple[list, Bench, list]:
+    """Return the cases of gpt-oss, a function that measures one, and the commands that were started."""
+    asked = []
+
+    def run(commands, rounds, logs, meanwhile):
+        asked.append(commands)
+        meanwhile()
+        return found
+
+    def error_of(*given):
+        if error is not None:
+            raise error
+        return {"ours": 1e-3, "torch": 1e-3}
+
+    monkeypatch.setattr(engine, "in_turns", run)
+    monkeypatch.setattr(engine, "_error", error_of)
+    engine.engines.cache_clear()
+    return [case for case in cases("engine") if "gpt-oss" in case.name], Bench(Clock(CPU, 4), ROOF), asked
+
+
+def test_engines_run_once_for_all_cases_of_a_model(monkeypatch):
+    chosen, bench, asked = measured(monkeypatch, {"default": answers(8.0), "envoi": answers(4.0)})
+    trials = {case.name: measure(case, bench) for case in chosen}
+    (commands,) = asked
+    assert [command[command.index("--backend") + 1] for command in commands.values()] == ["default", "envoi"]
+    assert all(command[command.index("--model") + 1] == "gpt-oss-20b" for command in commands.values())
+    trial = trials["vllm, gpt-oss-20b mxfp4 x24, decode 16"]
+    assert (trial.ours.p10_us, trial.ours.p90_us, trial.ours.n) == (20.0, 21.0, 4)
+    assert trial.baselines["vllm_engine"].p90_us == 25.0
+    row = runner.to_measurement(chosen[0], trials[chosen[0].name], ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")
+    assert row.details == {
+        "vllm": "1.2", "ready s": "4.0 (default 8.0)", "memory GiB": "5.0 (default 5.0)", "tokens repeat": "True",
+        "default first": 2.0, "default last": 1.8,
     }  # fmt: skip
 
 
-def test_all_rounds_of_both_processes_count(monkeypatch):
-    asked = []
-
-    def answer(command):
-        asked.append(command[command.index("--backend") + 1])
-        return results(asked[-1], {"default": 8.0, "envoi": 4.0}[asked[-1]] + 2 * (len(asked) > 2))
-
-    monkeypatch.setattr(engine, "result_of", answer)
-    monkeypatch.setattr(engine, "_error", lambda *_: {"ours": 1e-3, "torch": 1e-3})
-    engine.processes.cache_clear()
-    chosen = [case for case in cases("engine") if "gpt-oss" in case.name]
-    bench = Bench(Clock(CPU, 4), ROOF)
-    trials = {case.name: measure(case, bench) for case in chosen}
-    assert asked == ["default", "envoi", "envoi", "default"]  # once for all cases of a model
-    trial = trials["vllm, gpt-oss-20b sizes x24, decode 16 mxfp4"]
-    assert (trial.ours.p10_us, trial.ours.p90_us, trial.ours.n) == (4.0, 7.0, 4)
-    assert trial.baselines["vllm_engine"].p90_us == 11.0
-    measured = runner.to_measurement(chosen[0], trials[chosen[0].name], ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")
-    assert measured.ours_us == 60.0 or measured.ours_us == 120.0
-    assert measured.details["ready s"] == "4.0 (default 8.0)"
-    engine.processes.cache_clear()
+def test_a_third_engine_is_a_form_of_envois_own_and_may_fail(monkeypatch):
+    found = {"default": answers(8.0), "envoi": answers(4.0), "routed": answers(3.0)}
+    chosen, bench, _ = measured(monkeypatch, found)
+    trial = measure(chosen[0], bench)
+    assert trial.baselines["routed"].p10_us == 30.0
+    row = runner.to_measurement(chosen[0], trial, ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")
+    assert best_baseline(row) == ("vllm_engine", 90.0)
+    chosen, bench, _ = measured(monkeypatch, found | {"routed": Found(why="ready: exit status 1")})
+    trial = measure(chosen[0], bench)
+    assert trial.missing == {"routed": "ready: exit status 1"}
+    assert "routed" not in trial.baselines
 
 
-def test_a_process_that_fails_is_asked_once(monkeypatch):
-    calls = []
-
-    def fail(command):
-        calls.append(command)
-        raise RuntimeError("no such engine")
-
-    monkeypatch.setattr(engine, "result_of", fail)
-    engine.processes.cache_clear()
-    for case in cases("engine")[:3]:
-        with pytest.raises(RuntimeError, match="no such engine"):
-            measure(case, Bench(Clock(CPU, 4), ROOF))
-    assert len(calls) == 1
-    engine.processes.cache_clear()
+@pytest.mark.parametrize("failing", ["default", "envoi"])
+def test_engines_that_fail_are_asked_once(monkeypatch, failing):
+    found = {"default": answers(8.0), "envoi": answers(4.0), failing: Found(why="warm: no such engine")}
+    chosen, bench, asked = measured(monkeypatch, found)
+    for case in chosen:
+        with pytest.raises(RuntimeError, match=f"{failing}: warm: no such engine"):
+            measure(case, bench)
+    assert len(asked) == 1
 
 
-def test_the_result_of_a_program_and_the_end_of_one_without():
-    said = {"prefill_us": [1.5]}
-    assert engine.result_of([sys.executable, "-c", f"print('x'); print('RESULT ' + {json.dumps(said)!r})"]) == said
-    with pytest.raises(RuntimeError, match="exit status 3: .*broken"):
-        engine.result_of([sys.executable, "-c", "print('broken'); raise SystemExit(3)"])
+def test_a_layer_that_fails_beside_the_engines_is_asked_once(monkeypatch):
+    found = {"default": answers(8.0), "envoi": answers(4.0)}
+    chosen, bench, asked = measured(monkeypatch, found, error=ValueError("no such layer"))
+    for case in chosen:
+        with pytest.raises(ValueError, match="no such layer"):
+            measure(case, bench)
+    assert len(asked) == 1
+
+
+PROGRAM = """
+import json, os, sys, time
+kind, shared, fd = sys.argv[1], sys.argv[2], int(sys.argv[-1])
+print(os.environ["HOME"])
+if kind == "dies":
+    raise SystemExit("no such model")
+with os.fdopen(fd, "w", buffering=1) as answers:
+    print(json.dumps({"home": os.environ["HOME"]}), file=answers)
+    for line in sys.stdin:
+        with open(shared, "a") as file:
+            file.write(f"{kind} {line}")
+        if kind == "ends" and line.strip() == "round":
+            os.system("sleep 5 &")  # a child that holds the file open
+            raise SystemExit("out of memory")
+        if kind == "hangs":
+            time.sleep(30)
+        print(json.dumps({"step": 1.5}), file=answers)
+"""
+
+
+def turns(tmp_path, kinds: list[str], rounds: int = 3) -> tuple[dict[str, Found], list[str]]:
+    """Return what processes of these kinds answered, and what they were asked, in order."""
+    shared = tmp_path / "asked"
+    shared.touch()
+    commands = {kind: [sys.executable, "-c", PROGRAM, kind, str(shared)] for kind in kinds}
+    return engine_turns.in_turns(commands, rounds, "test_turns"), shared.read_text().splitlines()
+
+
+def test_rounds_come_in_both_orders_in_homes_of_their_own(tmp_path):
+    found, asked = turns(tmp_path, ["a", "b"])
+    assert asked == ["a warm", "b warm", "a round", "b round", "b round", "a round", "a round", "b round"]
+    assert found["b"].rounds == [{"step": 1.5}] * 3
+    assert (found["a"].firsts, found["b"].firsts) == ([True, False, True], [False, True, False])
+    homes = {run.ready["home"] for run in found.values()}
+    assert len(homes) == 2 and not any(Path(home).exists() for home in homes)
+
+
+@pytest.mark.parametrize(
+    "kind, word, why",
+    [
+        ("dies", "ready", "exit status 1: .*no such model; the log is .*test_turns_dies.log"),
+        ("ends", "round", "exit status 1: .*out of memory"),
+        ("hangs", "warm", "no answer within 0.5 s"),
+    ],
+)
+def test_one_that_fails_leaves_the_others_running(monkeypatch, tmp_path, kind, word, why):
+    monkeypatch.setattr(engine_turns, "ANSWER_S", 0.5 if kind == "hangs" else 60)
+    monkeypatch.setattr(engine_turns, "LOOK_S", 0.2)
+    found, _ = turns(tmp_path, [kind, "other"])
+    assert re.fullmatch(f"{word}: {why}.*", found[kind].why)
+    assert (len(found[kind].rounds), len(found["other"].rounds), found["other"].why) == (0, 3, "")
+
+
+def test_an_error_meanwhile_ends_the_processes(tmp_path):
+    commands = {"a": [sys.executable, "-c", PROGRAM, "a", str(tmp_path / "asked")]}
+
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine_turns.in_turns(commands, 1, "test_turns", fail)
+    assert not (tmp_path / "asked").exists()

@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
+from bench import evidence
+from bench.command import guides
+from bench.evidence import Measurement
 from bench.pages import pages, render
 
 ROOT = Path(__file__).parents[2]
@@ -21,3 +26,41 @@ def test_the_readme_agrees_with_the_results():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- bench:") > 6
     assert render(text, RESULTS) == text, REMEDY
+
+
+def test_the_guides_agree_with_the_results():
+    found = guides(ROOT / "docs")
+    assert "vllm.md" in {path.name for path in found}
+    for path in found:
+        text = path.read_text(encoding="utf-8")
+        assert render(text, RESULTS) == text, REMEDY
+
+
+def served(step: str, ours_us: float, theirs_us: float, model: str = "M bf16", **more: float) -> Measurement:
+    return Measurement(
+        "engine", f"vllm, {model} x4, {step}", ours_us, {"vllm_engine": theirs_us, **more}, None, None, None,
+        {"ours": 0.1, "torch": 0.1}, "NVIDIA H200", 1, "2.11", "3.6", "c", "2026-01-02", 4,
+        {"vllm": "0.26.0", "ready s": "3.0 (default 2.0)"},
+    )  # fmt: skip
+
+
+def test_served_models_are_a_table_and_a_line_of_the_rows(tmp_path):
+    rows = [
+        served("prefill 2x500", 1e6, 2e6, routed=0.5e6), served("decode 4", 100.0, 125.0),
+        served("decode 4", 100.0, 90.0, "N mxfp4"), served("prefill 2x500", 1e5, 1e5, "N mxfp4"),
+    ]  # fmt: skip
+    evidence.append(tmp_path, rows)
+    text = render("<!-- bench:engine:h200:table -->x<!-- /bench -->", tmp_path)
+    assert [line.strip("| ") for line in text.splitlines() if line.startswith("|")] == [
+        "sizes of | prefill 2x500 | decode 4",
+        "--- | ---: | ---:",
+        "M, bf16, 4 layers | 500 to 1,000 (2.00x) | 32,000 to 40,000 (1.25x)",
+        "M, bf16, 4 layers, `ENVOI_VLLM_ROUTE=1` | 500 to 2,000 (4.00x) | -",
+        "N, mxfp4, 4 layers | 10,000 to 10,000 (1.00x) | 44,444 to 40,000 (0.90x)",
+    ]
+    assert "vLLM 0.26.0" in text and "M, bf16, 4 layers: 3.0 (default 2.0)" in text
+    line = render("<!-- bench:engine:h200:line -->x<!-- /bench -->", tmp_path)
+    assert "-->1.00 to 2.00 times the tokens/s in prefill and 0.90 to 1.25 times the tokens/s in decode (" in line
+    assert render("<!-- bench:engine:h100:line -->x<!-- /bench -->", tmp_path).count("not measured") == 1
+    with pytest.raises(ValueError, match="expected engine:GPU:table"):
+        render("<!-- bench:engine:h200 -->x<!-- /bench -->", tmp_path)

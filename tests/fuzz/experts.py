@@ -8,7 +8,7 @@ for each expert, for each of its rows:
 out = sum over slots of y, bf16
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -131,12 +131,15 @@ def routing(draw: Draw, M: int, E: int, k: int) -> Routing:
 def moe(draw: Draw) -> Case:
     """Draw a case of `envoi.moe`."""
     given = layer(draw)
-    r = given.routing
+    num_shared = min(draw.form.one((0, 0, 0, 1, 2)), given.routing.num_experts - 1)
+    r = replace(given.routing, num_experts=given.routing.num_experts - num_shared)
+    r.topk_ids.masked_fill_(r.topk_ids >= r.num_experts, -1)
     M, k = r.topk_ids.shape
     bad = draw.chance(0.04) and M > 0
     if bad:
         r.topk_ids[draw.random.randrange(M), draw.random.randrange(k)] = draw.one((r.num_experts, -2, 2**31 - 1))
-    packed = given.pack(draw.device)
+    packed = replace(given.pack(draw.device), num_shared=num_shared)
+    given.routing = with_shared(r, num_shared)
     tokens, ids, weights = draw.placed(given.tokens), draw.placed(r.topk_ids), draw.placed(r.topk_weights)
     batched = M > 0 and M % 2 == 0 and draw.chance(0.2)
     if batched:
@@ -150,7 +153,19 @@ def moe(draw: Draw) -> Case:
         return given.stored[2] or wrong(got.reshape(given.tokens.shape), oracle(given, device), given.tokens.dtype)
 
     refused = bad and draw.device.type == "cpu"
-    return Case(given.text, lambda: envoi.moe(tokens, Routing(weights, ids, r.num_experts), packed), judge, refused)
+    text = f"{given.text}, the last {num_shared} shared" if num_shared else given.text
+    return Case(text, lambda: envoi.moe(tokens, Routing(weights, ids, r.num_experts), packed), judge, refused)
+
+
+def with_shared(r: Routing, num_shared: int) -> Routing:
+    """Return a routing whose tokens choose the last experts too, with weight 1, after those that they have chosen."""
+    if not num_shared:
+        return r
+    M, N = len(r.topk_ids), r.num_experts
+    shared = torch.arange(N, N + num_shared).expand(M, -1)
+    ids = torch.where(r.topk_ids >= N, -1, r.topk_ids.long())
+    weights = torch.cat((r.topk_weights.float(), torch.ones(M, num_shared)), 1)
+    return Routing(weights, torch.cat((ids, shared), 1), N + num_shared)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,6 @@ REFUSED = {
     "activations are in torch.float16": {"in_dtype": torch.float16},
     "tokens come batched by expert": {"parallel": {"use_batched_activation_format": True}},
     "tokens come by deepep_v2": {"parallel": {"use_all2all_kernels": True, "all2all_backend": "deepep_v2"}},
-    "expert load balancing moves weights": {"parallel": {"enable_eplb": True}, "has_bias": True},
     "the activation adds None to up": {"activation": "SWIGLUOAI_UNINTERLEAVE"},
     "intermediate: expected a positive multiple of 8": {"intermediate_size_per_partition": 100},
 }

@@ -69,11 +69,6 @@ def vllm(request, monkeypatch):
     monkeypatch.setattr(Pluggable, "replaced", {})
     found["vllm.model_executor.custom_op"].PluggableLayer = Pluggable
     found[RUNNER].MoERunner = type("MoERunner", (Runner,), {})
-    switches, context = {"VLLM_MOE_SKIP_PADDING": lambda: False}, SimpleNamespace(is_padding=None)
-    found["vllm.envs"].environment_variables = switches
-    found["vllm.forward_context"].get_forward_context = lambda: context
-    found["vllm.forward_context"].is_forward_context_available = lambda: True
-    found["vllm"].switches, found["vllm"].context = switches, context
     for name in ("ENVOI_VLLM", "ENVOI_VLLM_ROUTE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(integration, "_done", False)
@@ -133,16 +128,21 @@ def test_a_known_rule_is_one_call(vllm, model, caplog):
     assert f"Envoi routes {N} experts, top {K}: score {rule.score}" in caplog.text
 
 
-def test_padding_gets_no_expert(vllm):
-    vllm["vllm"].switches["VLLM_MOE_SKIP_PADDING"] = lambda: True
+def test_padding_gets_no_expert_where_the_router_gives_it_none(vllm, monkeypatch):
     integration.register()
     made = runner(vllm, named(vllm, "FusedTopKRouter"))
     x = torch.randn(3, H).bfloat16()
     _, ids = made._forward_impl(x, x, None, None)
-    assert (ids >= 0).all()
-    vllm["vllm"].context.is_padding = torch.tensor([False, True, True, True])
+    assert (ids >= 0).all(), "0.26's routers give padding experts"
+    padding = torch.tensor([False, True, True, True])
+    module = sys.modules[type(made.router).__module__]
+    monkeypatch.setattr(module, "_get_padding_mask", lambda num_tokens: padding[:num_tokens], raising=False)
+    made = runner(vllm, named(vllm, "FusedTopKRouter"))
     _, ids = made._forward_impl(x, x, None, None)
     assert (ids[0] >= 0).all() and (ids[1:] == -1).all()
+    monkeypatch.setattr(module, "_get_padding_mask", lambda num_tokens: None)
+    made = runner(vllm, named(vllm, "FusedTopKRouter"))
+    assert (made._forward_impl(x, x, None, None)[1] >= 0).all()
 
 
 REFUSED: dict[str, dict[str, Any]] = {

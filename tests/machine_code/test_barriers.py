@@ -36,6 +36,7 @@ KERNELS = [
     ("router-sm90-two-widths", "sm_90"),
     ("router-sm90-two-widths-whole-softmax", "sm_90"),
     ("indexer-scores-sm90", "sm_90"),
+    ("router-sm100-groups", "sm_100"),
     ("gemm-sm100-swiglu-fp8", "sm_100"),
     ("gemm-sm100-experts", "sm_100"),
 ]

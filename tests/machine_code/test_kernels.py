@@ -5,6 +5,7 @@ code is the accepted one.
 """
 
 import json
+import re
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -161,3 +162,19 @@ def test_nothing_is_accepted_that_is_gone():
     for known in gate.KNOWN.values():
         assert set(known) <= titles
         assert all(one.reason for one in known.values())
+
+
+@pytest.mark.compiles
+@pytest.mark.default_triton
+@pytest.mark.parametrize("name", ["gemm-sm90-experts-l2-sent-fp8-block128", "experts-both-gemms-sent"])
+def test_no_trip_to_the_l2_stands_between_products_and_scattered_rows(name):
+    """A consumer loads its rows' addresses before it multiplies: between two products it stores, and loads nothing."""
+    opcodes = re.findall(r"\b(?:QGMMA|LDG|SHFL\.BFLY|STG\.E\.128)\b", record(name, ARCH)[1])
+    num_runs = 0
+    for index in range(1, len(opcodes)):
+        if opcodes[index] == "STG.E.128" != opcodes[index - 1]:
+            before = opcodes[max(i for i in range(index) if opcodes[i] == "QGMMA") : index]
+            if "SHFL.BFLY" not in before:  # else L1, which quantises
+                assert "LDG" not in before, f"rows wait for {before.count('LDG')} loads"
+                num_runs += 1
+    assert num_runs == 2, "one for each consumer"

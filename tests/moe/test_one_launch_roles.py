@@ -191,13 +191,13 @@ class Cta:
 
     def consumer(self, role: int) -> Role:
         if role < self.launch.tiling[0].num_consumers:
-            step, count = yield from self.consume_broadcast_tiles(0, 0, 0, role)
+            step, count = yield from self.consume(0, 0, 0, role)
         else:
             yield from self.ended.wait(0)
             step, count = self.counts.get(0)
-        yield from self.consume_broadcast_tiles(1, step, count, role)
+        yield from self.consume(1, step, count, role)
 
-    def consume_broadcast_tiles(self, gemm: int, step: int, count: int, role: int):
+    def consume(self, gemm: int, step: int, count: int, role: int):
         config, num_steps = self.launch.tiling[gemm], self.launch.steps[gemm]
         turns = config.num_consumers // config.consumers_per_tile
         count += role // config.consumers_per_tile

@@ -16,11 +16,12 @@ OTHERS = {
     "swiglu_limit": 7.0,
     "gate_up_layout": "concat",
     "padding": 8,
+    "num_shared": 1,
 }
 
 
 def weights() -> ExpertWeights:
-    return make(bias=True).pack("mxfp8")
+    return replace(make(bias=True).pack("mxfp8"), shared_gate=torch.ones(256))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ExpertWeights)])

@@ -23,7 +23,7 @@ from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
 from envoi.ops.moe.parallel.exchange import OnDevice, compiled_form
 from envoi.ops.moe.parallel.nvlink import SharedLayout, allocate
-from envoi.ops.moe.parallel.placement import Placed
+from envoi.ops.moe.parallel.placement import Placed, with_shared
 from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
@@ -102,13 +102,16 @@ def test_no_call_launches_what_was_not_compiled(launched, format, seed):
     draw = random.Random(f"{format} {seed}")
     layer, k = drawn_layer(draw, format)
     experts, most = layer.pack(format), draw.randint(1, 400)
+    if experts.num_local_experts > k:
+        gate = torch.ones(experts.hidden) if draw.random() < 0.5 else None
+        experts = replace(experts, num_shared=draw.randint(0, 1), shared_gate=gate)
     dtypes = draw.choice(IDS), draw.choice(WEIGHTS)
     known = compiled([warm_up.LayerCall(warm_up.without_tensors(experts), k, dtypes)], most)
     for num_tokens in [1, most, *(draw.randint(1, most) for _ in range(40))]:
         tokens = torch.zeros(num_tokens, experts.hidden, dtype=draw.choice([torch.bfloat16, torch.float16]))
         ids, weights = (torch.zeros(num_tokens, k, dtype=dtype) for dtype in dtypes)
         expert_map = torch.zeros(draw.randint(1, 50), dtype=torch.int32) if draw.random() < 0.3 else None
-        num_experts = experts.num_local_experts if expert_map is None else len(expert_map)
+        num_experts = experts.num_routed if expert_map is None else len(expert_map)
         launched.clear()
         envoi.moe(tokens, Routing(weights, ids, num_experts), experts, expert_map=expert_map)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
@@ -201,6 +204,27 @@ def test_no_call_with_a_placement_does(launched, num_experts, hosts):
     placed = Placed.on(cpu, [p % num_experts for p in range(16)], num_experts, rank)
     run = lambda *given: OnDevice(owner).run_layer(*given, experts, placed)  # noqa: E731
     launched_by(launched, known, most, k, run, layout.hidden)
+    assert any(kernel == "place_kernel" for _, kernel, _ in known)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("hosts", [(), tuple("aabb")], ids=["memory", "hosts"])
+def test_no_call_with_shared_experts_does(launched, hosts, gated):
+    layer, k = drawn_layer(random.Random(gated), "bf16", experts=16, tokens=1)
+    most, rank, ends, hidden = 40, 2, [0, 3, 8, 12, 16], layer.tokens.shape[1]
+    layout, cpu = SharedLayout(4, 16, most, k + 2, hidden, "bf16"), torch.device("cpu")
+    gate = torch.ones(hidden) if gated else None
+    experts = replace(layer.pack("bf16", ends[rank], ends[rank + 1]), num_shared=2, shared_gate=gate)
+    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts, 8)
+    known = compiled([call], most, least=0)
+    if hosts:
+        owner = open_rail(HostsLayout(layout, 2), Grid.of(hosts), rank, ends, 10.0, cpu, shared=False)
+    else:
+        owner = allocate(layout, rank, ends, 10.0, cpu, shared=False)
+    shared = {"first_shared": ends[rank + 1] - 2, "num_shared": 2, "shared_gate": gate}
+    placed = Placed.on(cpu, with_shared(None, ends, 2), 8, rank, **shared)
+    run = lambda *given: OnDevice(owner).run_layer(*given, experts, placed)  # noqa: E731
+    launched_by(launched, known, most, k, run, hidden)
     assert any(kernel == "place_kernel" for _, kernel, _ in known)
 
 

@@ -83,6 +83,9 @@ class Sizes:
         return Sizes(1500, 512, 4096, 16, 4) if device.type == "cuda" else Sizes(70, 256, 256, 6, 2)
 
 
+# Formats of layers that have kernels for few tokens, which add up in another order.
+WITH_FEW = ("mxfp4", "mxfp4_fp8", "int4")
+
 # Epilogues by name, and whether they take a weight for each row.
 _ENDINGS = {
     "store": (store, False), "swiglu": (swiglu, False), "row sums": (square_sums, True), "unit rows": (unit_rows, True),
@@ -117,17 +120,6 @@ def _flat(x: Any) -> list[torch.Tensor]:
     if isinstance(x, tuple):
         return [part for item in x for part in _flat(item)]
     return [x.values, x.sf] if isinstance(x, QuantTensor) else [x]
-
-
-def needs(kind: str) -> str:
-    """Return for which calls of an operator and format, "gemm bf16", batch_invariant=True is needed: "" for none."""
-    operator, form = kind.split()
-    if operator == "moe":
-        return {"mxfp4": "all", "mxfp4_fp8": "all", "nvfp4": "some sizes"}.get(form, "")
-    if operator not in ("gemm", "grouped_gemm"):
-        return ""
-    endings = [ending for ending in _ENDINGS if _needs(form, ending, operator == "grouped_gemm")]
-    return "all" if len(endings) == len(_ENDINGS) else "sums over columns" if endings else ""
 
 
 def _needs(form: str, ending: str, grouped: bool) -> bool:
@@ -208,7 +200,7 @@ def _moe(device: torch.device, sizes: Sizes, batch_invariant: bool | None, forma
     layer.gate_up, layer.down = layer.gate_up.to(device), layer.down.to(device)
     experts = layer.pack(format)
     weights, ids = layer.routing.topk_weights.to(device), layer.routing.topk_ids.to(device)
-    tokens, needed = layer.tokens.to(device), format in ("mxfp4", "mxfp4_fp8")
+    tokens, needed = layer.tokens.to(device), format in WITH_FEW
     wanted = needed if batch_invariant is None else batch_invariant
 
     def run(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:

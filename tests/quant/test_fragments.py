@@ -85,7 +85,7 @@ def test_every_number_is_where_the_docstring_says(weights):
         ("it isn't MXFP4, NVFP4 or INT4", quantize(torch.randn(1, 64, 64), "mxfp8")),
         ("multiples of 64", nvfp4(rows=96)),
         ("a scale factor is negative or NaN", replace(nvfp4(), sf=(-nvfp4().sf.float()).to(torch.float8_e4m3fn))),
-        ("a scale factor is negative or NaN", replace(nvfp4(), sf=torch.full((2, 128, 12), 1e9).to(nvfp4().sf.dtype))),
+        ("a scale factor is negative or NaN", replace(nvfp4(), sf=torch.full_like(nvfp4().sf, torch.nan))),
         ("it is in this order already", to_fragments(weights())),
     ],
 )

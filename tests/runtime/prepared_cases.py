@@ -135,6 +135,7 @@ def moe_cases(
     found["moe-own"] = Case(envoi.moe, lambda i: arguments(i, "bf16", activation=written(reglu)))
     found["moe-mxfp4-own"] = Case(envoi.moe, lambda i: arguments(i, "mxfp4", activation=written(reglu)))
     found["moe-mapped"] = Case(envoi.moe, lambda i: mapped(*arguments(i, "bf16")))
+    found["moe-shared"] = Case(envoi.moe, lambda i: with_shared(i, *arguments(i, "fp8_block128")))
     found["moe-batch"] = Case(envoi.moe, lambda i: arguments(i, "fp8_row", batch=True))
     return found
 
@@ -147,6 +148,15 @@ def mapped(given: tuple, named: dict) -> tuple[tuple, dict]:
     expert_map = torch.stack([here, torch.full_like(here, -1)], 1).flatten()
     every_other = replace(routing, topk_ids=2 * routing.topk_ids + routing.topk_ids % 2, num_experts=2 * E)
     return (tokens, every_other, experts), named | {"expert_map": expert_map}
+
+
+def with_shared(i: int, given: tuple, named: dict) -> tuple[tuple, dict]:
+    """Return the call of a layer whose last expert is shared, by a gate."""
+    tokens, routing, experts = given
+    last = experts.num_local_experts - 1
+    gate = torch.linspace(-1, 1 + i, experts.hidden, device=tokens.device)
+    routed = replace(routing, topk_ids=torch.where(routing.topk_ids == last, -1, routing.topk_ids), num_experts=last)
+    return (tokens, routed, replace(experts, num_shared=1, shared_gate=gate)), named
 
 
 def indexer_cases(length: int) -> dict[str, Case]:

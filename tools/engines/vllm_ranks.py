@@ -3,11 +3,13 @@
     python -m tools.engines.vllm_ranks [CASE ..]      with a vLLM and its dependencies importable
 
 Each rank has half of a layer's experts, and tokens of its own, not as many as the other. Layers are made and called as
-in `vllm_layers`, and results held to float64 with all experts. Without GPUs ranks speak by gloo.
+in `vllm_layers`, and results held to float64 with all experts; once more after vLLM's load balancer has moved experts
+between the ranks. Without GPUs ranks speak by gloo.
 """
 # pyright: reportMissingImports=false
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import torch
 from tools.engines import vllm_layers as layers
 from tools.engines.checks import Checks
 from tools.engines.vllm_layers import CASES, DEVICE, FORM, GPU, E, H, K
+from tools.engines.vllm_memory import move
 
 TOKENS = (5, 3)  # of each rank
 COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
@@ -68,19 +71,27 @@ def scattered(self: Any, x: torch.Tensor, dim: int, sizes: list[int]) -> torch.T
     return total.to(x.dtype).split(sizes)[self.rank_in_group].contiguous()
 
 
-def run(name: str, rank: int) -> tuple[Any, float]:
-    """Return a layer's kernel on this rank, and the error of its result for this rank's tokens."""
+def run(name: str, rank: int, moves: bool) -> tuple[Any, float]:
+    """Return a layer's kernel on this rank, and the error of its result for this rank's tokens.
+
+    moves: let vLLM's load balancer move experts between the ranks before.
+    """
     _, make, changed = CASES[name]
     local = E // len(TOKENS)
     parallel = {"dp_size": len(TOKENS), "dp_rank": rank, "ep_size": len(TOKENS), "ep_rank": rank, "use_ep": True,
-                "all2all_backend": "allgather_reducescatter"}  # fmt: skip
+                "all2all_backend": "allgather_reducescatter", "enable_eplb": moves}  # fmt: skip
     config = layers.config(**changed, num_local_experts=local, parallel=parallel)
     expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
     expert_map[rank * local : (rank + 1) * local] = torch.arange(local, dtype=torch.int32, device=DEVICE)
     layer, mine = layers.made(make(config), config, expert_map, seed=rank)
     loaded: list[Any] = [None] * len(TOKENS)
-    torch.distributed.all_gather_object(loaded, {key: None if x is None else x.cpu() for key, x in mine.items()})
+    mine = {key: None if x is None else x.clone().cpu() for key, x in mine.items()}
+    torch.distributed.all_gather_object(loaded, mine)
     whole = {key: None if mine[key] is None else torch.cat([part[key] for part in loaded]).to(DEVICE) for key in mine}
+    if moves:
+        order = [local, *range(local - 1, E - 1), *range(local - 1)]  # the second rank's first has two places
+        move(layer, order)
+        whole = {key: None if x is None else x[order] for key, x in whole.items()}
     source = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS[rank], H, generator=source).bfloat16().to(DEVICE)
     logits = torch.randn(TOKENS[rank], E, generator=source).to(DEVICE)
@@ -99,15 +110,14 @@ def main(rank: int, port: int) -> None:
     start(stack, rank, port)
     checks = Checks()
     for name in RUN:
-        for ours in (False, True):
+        for ours, moves in itertools.product((False, True), repeat=2):
             os.environ["ENVOI_VLLM_EP"] = str(int(ours))
-            kernel, error = run(name, rank)
+            kernel, error = run(name, rank, moves)
             experts = kernel.fused_experts
             good = error < FORM[experts.format] and (experts.exchange is not None) == ours
+            title = f"{name}, {'Envoi' if ours else 'vLLM'}'s exchange{', experts moved' * moves}"
             whose = type(kernel.prepare_finalize).__name__
-            checks.judge(
-                f"rank {rank}: {name}, {'Envoi' if ours else 'vLLM'}'s exchange", good, f"{error:.1e}, {whose}"
-            )
+            checks.judge(f"rank {rank}: {title}", good, f"{error:.1e}, {whose}")
     if rank == 0:
         print("\n".join(line for line in lines._said if "exchange" in line))
     torch.distributed.barrier()

@@ -1,9 +1,12 @@
 """Launches of the kernels around the experts' GEMMs: 2048 tokens, 6 of 32 experts each."""
 
+from dataclasses import replace
+
 from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
-from tools.kernel_cases.planning import Layer, case_of
+from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 2048, 6, 32, 4096, 2048
+NUM_RANKS, SENT_EXPERTS = 2, 128  # and a rank's experts, of a layer whose rows are sent
 
 
 def _layer(format: str, num_tokens: int = M, arch: str = HOPPER[0], mapped: bool = False) -> Layer:
@@ -12,10 +15,13 @@ def _layer(format: str, num_tokens: int = M, arch: str = HOPPER[0], mapped: bool
 
 
 PORTABLE = _layer("fp8_block128", arch=BLACKWELL[0])  # Hopper quantises in L1
+SHARED = replace(_layer("bf16"), num_shared=1)
 KERNELS = tuple(
     case_of(f"experts-{name}", about, arches, layer, f"{kernel}_kernel", arch=layer.arch)
     for name, about, arches, layer, kernel in (
         ("map", "ids of all experts to those of the experts here", EVERY_ARCH, _layer("bf16", mapped=True), "map"),
+        ("shared", "slots of shared experts after a token's", EVERY_ARCH, SHARED, "shared"),
+        ("shared-gate", "weighted by a gate", EVERY_ARCH, replace(SHARED, gated=True), "shared"),
         ("sort", "rows of the slots, sorted by expert", EVERY_ARCH, _layer("bf16"), "sort"),
         ("count", "slots of each expert, by chunk", EVERY_ARCH, _layer("bf16", 4 * M), "count"),
         ("place", "rows of the slots from those counts", EVERY_ARCH, _layer("bf16", 4 * M), "place"),
@@ -31,3 +37,7 @@ KERNELS = tuple(
         ("both-gemms-few", "with 48 rows an expert", HOPPER, _layer("fp8_block128", M // 8), "fused"),
     )
 )
+SENT = LayerOfRanks(
+    Layer("fp8_block128", M, HIDDEN, INTERMEDIATE, SENT_EXPERTS, NUM_TOPK, layout="interleaved"), NUM_RANKS
+)
+KERNELS += (case_of("experts-both-gemms-sent", "whose rows are sent to their ranks", HOPPER, SENT, "fused_kernel"),)

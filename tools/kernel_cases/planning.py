@@ -68,7 +68,7 @@ def matrix(scheme: str, *shape: int) -> torch.Tensor | QuantTensor:
 class Layer:
     """Layer of experts. format: of `envoi.quant.FORMATS`. layout: of gate_up. bounded: factors are known to be small.
 
-    arch: for which it is packed. mapped: the ids go through a map.
+    arch: for which it is packed. mapped: the ids go through a map. num_shared: of the experts, gated: by a gate.
     """
 
     format: str
@@ -84,14 +84,16 @@ class Layer:
     arch: str = HOPPER[0]
     batch_invariant: bool = False
     mapped: bool = False
+    num_shared: int = 0
+    gated: bool = False
 
     def __call__(self) -> None:
         """Call `envoi.moe`."""
         slots = self.num_tokens, self.num_topk
         weights, ids = without_memory(slots, torch.float32), without_memory(slots, torch.int32)
         tokens = without_memory((self.num_tokens, self.hidden), torch.bfloat16)
-        routing = Routing(weights, ids, self.num_experts)
-        expert_map = without_memory((self.num_experts,), torch.int32) if self.mapped else None
+        routing = Routing(weights, ids, self.num_experts - self.num_shared)
+        expert_map = without_memory((routing.num_experts,), torch.int32) if self.mapped else None
         envoi.moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant, expert_map=expert_map)
 
     @property
@@ -106,6 +108,9 @@ class Layer:
                 for x in (packed.gate_up, packed.down)
             )
             packed = ExpertWeights.arrange(replace(packed, gate_up=gate_up, down=down))
+        if self.num_shared:
+            gate = without_memory((self.hidden,), torch.float32) if self.gated else None
+            packed = replace(packed, num_shared=self.num_shared, shared_gate=gate)
         return packed if self.layout is None else replace(packed, gate_up_layout=self.layout)
 
 

@@ -7,11 +7,12 @@ Tensors have no memory, unless `inputs` is given another way to make them.
 
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 
 import envoi
-from envoi.ops.moe.router import host
+from envoi.ops.moe.router import host, tiling_blackwell
 from envoi.ops.moe.router.presets import preset
 from envoi.ops.moe.router.spec import Rule
 from envoi.runtime.program import Launch, without_memory
@@ -19,6 +20,10 @@ from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER, KernelCase, Make
 from tools.kernel_cases.planning import launch_of_call
 
 VOCABULARY = 1024
+PLANNED_FOR = {"sm90": HOPPER[0], "sm100": BLACKWELL[0], "triton": BLACKWELL[0]}
+COMPILED_FOR = {
+    "sm90": ("on Hopper", HOPPER), "sm100": ("on Blackwell", BLACKWELL), "triton": ("in plain Triton", EVERY_ARCH),
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -26,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Case:
     """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
-    rule: a model's name, "softmax" or "identity". kernel: "sm90" or "triton". hashed: experts are looked up.
+    rule: a model's name, "softmax" or "identity". kernel: "sm90", "sm100" or "triton". hashed: experts are looked up.
     everything: return all extra outputs. weights: dtype of the weights. kernel_name: which of the call's launches.
     """
 
@@ -81,6 +86,17 @@ CASES = (
     Case("few-experts", 512, 8, 128, 4, "softmax", "fp16", kernel="triton"),
 )  # fmt: skip
 
+ON_BLACKWELL = (
+    Case("", 4096, 128, 2048, 8, "qwen3-moe", kernel="sm100"),
+    Case("few-experts", 512, 8, 128, 4, "softmax", "fp16", kernel="sm100"),
+    Case("groups", 16384, 256, 7168, 8, "deepseek-v3", kernel="sm100", everything=True),
+    Case("groups-by-max", 9000, 160, 5120, 6, "deepseek-v2", kernel="sm100"),
+    Case("two-ctas", 4096, 64, 2048, 4, "glm-4.7-flash", kernel="sm100", weights="bf16"),
+    Case("three-tiles", 8192, 384, 7168, 8, "kimi-k2", kernel="sm100", everything=True),
+    Case("root", 4096, 256, 4096, 6, "deepseek-v4-flash", kernel="sm100"),
+    Case("many-slots", 2048, 512, 4096, 22, "nemotron-super-v3", kernel="sm100"),
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -125,22 +141,23 @@ def rule_of(name: str) -> tuple[Rule, tuple[bool, bool]]:
 
 
 def launch_of(case: Case) -> Launch:
-    """Return the launch of a case on an H200, or on a GPU without kernels of its own."""
+    """Return the launch of a case on an H200, a Blackwell, or a GPU without kernels of its own."""
     given, wanted = inputs(case), case.everything
     rule = rule_of(case.rule)[0]
-    arch = HOPPER[0] if case.kernel == "sm90" else BLACKWELL[0]
+    arch = PLANNED_FOR[case.kernel]
     call = partial(
         envoi.route, given.tokens, given.gate, case.k, rule=rule, expert_bias=given.expert_bias,
-        token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted, return_dense=wanted,
-        return_counts=wanted, weights_dtype=DTYPES[case.weights],
+        token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted,
+        return_dense=wanted, return_counts=wanted, weights_dtype=DTYPES[case.weights],
     )  # fmt: skip
-    return launch_of_call(call, case.kernel_name, arch=arch)
+    with mock.patch.object(tiling_blackwell, "IS_USED", case.kernel == "sm100"):
+        return launch_of_call(call, case.kernel_name, arch=arch)
 
 
 def kernel_case(case: Case) -> KernelCase:
     """Return the kernel of a case under its name."""
-    where, arches = ("on Hopper", HOPPER) if case.kernel == "sm90" else ("in plain Triton", EVERY_ARCH)
+    where, arches = COMPILED_FOR[case.kernel]
     return KernelCase(case.title, f"router {where}: {case}", arches, partial(launch_of, case))
 
 
-KERNELS = tuple(map(kernel_case, CASES))
+KERNELS = tuple(map(kernel_case, (*CASES, *ON_BLACKWELL)))

@@ -56,6 +56,7 @@ TOLD = "the corner of a tile, addresses, a lookup table; once a tile or once a l
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
+        "experts-both-gemms-sent sm_90": Known(2, 2, TOLD),
     },
     "3.8.0": {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
@@ -86,6 +87,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("w4a8-few-", {"tensor core": "QGMMA"}),
     ("w4a8-permute", {}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
+    ("router-sm100", {"tensor core": "UTCHMMA", **LOADS, "tensor memory load": "LDTM"}),
     ("router-sm90-choice", {}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),

@@ -154,22 +154,35 @@ def store_tile(pointer, value, m, n, m_end, num_columns, cfg: gl.constexpr):
 
 @gluon.jit
 def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
-    """Scatter rows to their addresses, each warp in contiguous runs, which links carry best."""
+    """Scatter rows to their addresses, each warp in contiguous runs, which links carry best.
+
+    addresses: a pointer to those of all rows, or `load_addresses` of the tile's, in whose layout rows are.
+    """
     if not cfg.swap_ab or cfg.epilogue_in_place:  # else its layout has contiguous runs already
-        value = in_runs(value)
+        value = gl.convert_layout(value, runs_of(value.shape[1], value.dtype.primitive_bitwidth, gl.num_warps()))
     rows, columns = row_ids(value, m), col_ids(value, n)
-    to = gl.load(addresses + rows, mask=rows < m_end, other=0).to(gl.pointer_type(value.dtype))
+    if addresses.dtype.is_ptr():
+        loaded = gl.load(addresses + rows, mask=rows < m_end, other=0)
+    else:
+        loaded = gl.convert_layout(addresses, rows.type.layout, assert_trivial=True)
     mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
-    gl.store(gl.multiple_of(to, 16)[:, None] + columns[None, :], value, mask=mask)
+    to = gl.multiple_of(loaded.to(gl.pointer_type(value.dtype)), 16)
+    gl.store(to[:, None] + columns[None, :], value, mask=mask)
 
 
 @gluon.jit
-def in_runs(value):
-    """Convert to a layout in which a thread has 16 bytes of a row and a warp a contiguous run as long as possible."""
-    each: gl.constexpr = 128 // value.dtype.primitive_bitwidth
-    lanes: gl.constexpr = min(32, value.shape[1] // each)
-    layout: gl.constexpr = gl.BlockedLayout([1, each], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
-    return gl.convert_layout(value, layout)
+def load_addresses(pointer, m, m_end, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr):
+    """Start loading the addresses of rows m .. m + ROWS - 1 for `scatter_tile` of chunks of COLUMNS values of BITS."""
+    rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, runs_of(COLUMNS, BITS, gl.num_warps())))
+    return gl.load(pointer + rows, mask=rows < m_end, other=0)
+
+
+@gluon.constexpr_function
+def runs_of(columns, bits, num_warps):
+    """Return a layout in which a thread has 16 bytes of a row and a warp a contiguous run as long as possible."""
+    each = 128 // bits
+    lanes = min(32, columns // each)
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 @gluon.jit

@@ -176,4 +176,4 @@ def warm_up(layer: Layer, experts: ExpertWeights, max_tokens: int) -> None:
     if not foreseen or constants_of(on_meta(layer, Target.of(experts.device))) != constants_of(experts):
         compile_all(experts, max_tokens, layer.top_k, progress=False)
     elif shortcuts.PREPARED:
-        prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, layer.top_k)
+        prepare(partial(moe, experts=experts), experts, experts.num_routed, max_tokens, layer.top_k)

@@ -146,6 +146,11 @@ def scales_products(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((10, 0), (10, 3))
 
 
+def has_tensor_memory(device: torch.device) -> bool:
+    """Tell whether a GPU has tcgen05 and its tensor memory: sm_100 and sm_103, as their block-scaled products need."""
+    return scales_products(device)
+
+
 # Rates of an H200 that all models of its time share: of a layer (the estimate), a GEMM's config, a router's tiling.
 # Each has constants of its own besides, for what only its kernels do.
 

@@ -27,7 +27,7 @@ def as_always(function, *arguments, **named):
 QUICK = (
     "gemm-bf16", "gemm-fp8_block128", "gemm-mxfp4_mxfp8", "gemm-several", "gemm-reduced", "gemm-float32-out",
     "grouped-bf16", "grouped-mxfp4", "route", "route-biased", "route-hashed", "route-all", "moe-bf16", "moe-mxfp4-own",
-    "moe-mapped", "moe-batch", "indexer",
+    "moe-mapped", "moe-shared", "moe-batch", "indexer",
 )  # fmt: skip
 
 

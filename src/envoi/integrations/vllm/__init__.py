@@ -8,6 +8,7 @@ the reason for each kind that it doesn't.
     used      names of vLLM that are relied on, checked before anything is changed
     select    wraps vLLM's functions that choose kernels for a layer
     loading   packs a layer when its weights are loaded, at first or anew
+    balance   lets vLLM's load balancer move what is packed of experts
     experts   the kernel as vLLM's classes have them
     exchange  with ENVOI_VLLM_EP=1 too: tokens of data-parallel ranks go by `envoi.ExpertParallel`
     route     with ENVOI_VLLM_ROUTE=1 too: gate and top-k in one launch

@@ -20,6 +20,7 @@ from envoi.integrations import engines
 from envoi.integrations.engines import Layer
 from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
+from envoi.integrations.vllm import balance
 from envoi.integrations.vllm.used import ALL
 from envoi.types import ExpertWeights
 
@@ -145,6 +146,17 @@ class Experts:
                 raise
             self._give_way(error)
 
+    def follow_moves(self, layer: Any) -> None:
+        """Let vLLM's load balancer, if it is on, move what is packed of a layer. Collective; RuntimeError as there."""
+        if self.packed is not None and self.is_moved:
+            balance.follow(layer, self.packed, self.names)
+
+    @property
+    def is_moved(self) -> bool:
+        """Tell whether experts change their places, while Envoi has more of them than views."""
+        parallel = self.moe_config.moe_parallel_config
+        return parallel.enable_eplb and not layer_of(self.moe_config, self.format, self.moe_config.activation).is_viewed
+
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
         a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
@@ -195,10 +207,12 @@ class Experts:
     def _give_way(self, error: Exception) -> None:
         """Let vLLM's own kernel run the layer from now on, which reads weights as they were loaded; say why."""
         why = f"{type(error).__name__}: {error}"
-        if self.format not in engines.VIEWED:
+        if self.format not in engines.VIEWED or self.is_moved:
+            reason = "whose weights are in an order that vLLM's kernels don't read"
+            if self.format in engines.VIEWED:
+                reason = "and load balancing would move them as those of the other layers"
             raise RuntimeError(
-                f"Envoi can't run the MoE layers in {self.format}, whose weights are in an order that vLLM's kernels "
-                f"don't read: start with ENVOI_VLLM=0; {why}"
+                f"Envoi can't run the MoE layers in {self.format}, {reason}: start with ENVOI_VLLM=0; {why}"
             ) from error
         say(
             logger, logging.WARNING, f"vLLM's kernels run the MoE layers in {self.format} that Envoi's failed in: {why}"

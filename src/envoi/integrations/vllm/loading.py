@@ -43,6 +43,7 @@ def follow(layer: Any) -> None:
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if isinstance(experts, Experts):
             experts.take(layer)
+            experts.follow_moves(layer)
             if env.exchanges_vllm():
                 exchange.join(layer, method.moe_kernel)
 

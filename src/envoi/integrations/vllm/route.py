@@ -7,6 +7,7 @@ gates to bf16 first.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -43,7 +44,7 @@ def join(runner: Any, names: Mapping[str, Any]) -> None:
         why = why_not(runner, names)
         if not why:
             gate, router, rule = runner.gate, runner.router, rule_of(runner.router, names)
-            router._compute_routing = partial(compute, router, gate, rule, padding_of(names))
+            router._compute_routing = partial(compute, router, gate, rule, padding_of(router))
             gate.forward = hand_on
             named = ", ".join(f"{name} {value}" for name, value in asdict(rule).items() if value != 1 or value is True)
             say(logger, logging.INFO, f"Envoi routes {len(gate.weight)} experts, top {router.top_k}: {named}")
@@ -59,10 +60,10 @@ def hand_on(hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def compute(
-    router: Any, gate: Any, rule: Any, padding: Callable[[], torch.Tensor | None], hidden_states: torch.Tensor,
+    router: Any, gate: Any, rule: Any, padding: Callable[[int], torch.Tensor | None], hidden_states: torch.Tensor,
     router_logits: Any, indices_type: torch.dtype | None, *, input_ids: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return weights and ids of a call's slots, as a router of vLLM does: [M, k] each, no expert for padding."""
+    """Return weights and ids of a call's slots, as a router of vLLM does: [M, k] each, no expert where `padding` is."""
     import envoi
 
     bias = getattr(router, "e_score_correction_bias", None)
@@ -70,18 +71,19 @@ def compute(
         hidden_states, gate.weight.detach(), router.top_k, rule=rule,
         expert_bias=None if bias is None else bias.detach(),
     )  # fmt: skip
-    ids, is_padding = found.topk_ids, padding()
+    ids, is_padding = found.topk_ids, padding(len(hidden_states))
     if is_padding is not None:
-        ids = ids.masked_fill(is_padding[: len(ids), None], -1)
+        ids.masked_fill_(is_padding[:, None], -1)
     return found.topk_weights, ids if indices_type is None else ids.to(indices_type)
 
 
-def padding_of(names: Mapping[str, Any]) -> Callable[[], torch.Tensor | None]:
-    """Return what tells which rows of a step are padding, None where vLLM doesn't keep them from experts."""
-    switch = names["environment_variables"].get("VLLM_MOE_SKIP_PADDING")
-    if switch is None or not switch():
-        return lambda: None
-    return lambda: names["get_forward_context"]().is_padding if names["is_forward_context_available"]() else None
+def padding_of(router: Any) -> Callable[[int], torch.Tensor | None]:
+    """Return what tells which rows of a step, bool [M], the router keeps from experts itself, None where it does none.
+
+    0.33's routers of one group do, by a function of their module. 0.26's don't: after them vLLM's kernel masks the ids
+    of all routers.
+    """
+    return getattr(sys.modules[type(router).__module__], "_get_padding_mask", lambda num_tokens: None)
 
 
 def rule_of(router: Any, names: Mapping[str, Any]) -> Any:

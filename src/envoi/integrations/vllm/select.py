@@ -128,9 +128,10 @@ def why_not(oracle: str, config: Any, format: str | None, activation_key: Any, n
         return "tokens come batched by expert"
     if parallel.use_all2all_kernels and parallel.all2all_backend not in ALL_GATHER:
         return f"tokens come by {parallel.all2all_backend}, with which Envoi is untested"
-    if parallel.enable_eplb and not layer_of(config, format, config.activation).is_viewed:
-        return "expert load balancing moves weights, and Envoi keeps these in an order of its own"
     settings = names["get_current_vllm_config_or_none"]()
+    elastic = getattr(getattr(settings, "parallel_config", None), "enable_elastic_ep", False)
+    if elastic and not layer_of(config, format, config.activation).is_viewed:
+        return "elastic expert parallelism hands weights to new ranks, and Envoi keeps these in an order of its own"
     if format not in engines.VIEWED and getattr(getattr(settings, "load_config", None), "load_format", "") == SHARED:
         return "their weights are shared with other processes, and Envoi would reorder them"
     return ""

@@ -62,7 +62,7 @@ ALL = (
     EXPERTS,
     Used(f"{MOE}.modular_kernel", "FusedMoEActivationFormat", members=("Standard", "BatchedExperts")),
     Used(f"{MOE}.modular_kernel", "FusedMoEKernel", members=("fused_experts",)),
-    Used(f"{MOE}.routed_experts", "RoutedExperts"),
+    Used(f"{MOE}.routed_experts", "RoutedExperts", methods={"get_expert_weights": ()}),
     OWN,
     Used(
         f"{MOE}.utils", "moe_kernel_quantize_input",
@@ -93,6 +93,7 @@ ALL = (
         members=("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"),
     ),
     Used("vllm.config", "get_current_vllm_config_or_none"),
+    Used("vllm.distributed.parallel_state", "get_ep_group"),
     *(
         Used(KEYS, name)
         for name in (
@@ -118,10 +119,6 @@ ROUTE = (
     Used(f"{ROUTERS}.fused_topk_router", "FusedTopKRouter"),
     Used(f"{ROUTERS}.fused_topk_bias_router", "FusedTopKBiasRouter"),
     Used(f"{ROUTERS}.grouped_topk_router", "GroupedTopKRouter"),
-    Used("vllm.forward_context", "get_forward_context"),
-    Used("vllm.forward_context", "is_forward_context_available"),
-    Used("vllm.forward_context", "ForwardContext", members=("is_padding",)),
-    Used("vllm.envs", "environment_variables"),
     Used("vllm.config", "get_current_vllm_config_or_none"),
 )  # fmt: skip
 EXCHANGE = (

@@ -13,7 +13,7 @@ from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
 from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
-from envoi.ops.moe.permute import combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
+from envoi.ops.moe.permute import add_shared, combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import format_named
 from envoi.spans import span
@@ -33,12 +33,15 @@ def run_layer(
     """
     if tokens.shape[0] == 0:
         return torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)  # a call that can be planned
-    if topk_ids.numel() == 0:
+    if topk_ids.numel() == 0 and not experts.num_shared:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     experts = by_kernels(experts)
     if expert_map is not None:
         with span("map ids"):
             topk_ids = map_ids(topk_ids, expert_map)
+    if experts.num_shared:
+        with span("add shared experts"):
+            topk_weights, topk_ids = add_shared(tokens, topk_weights, topk_ids, experts)
     num_tokens, num_topk = topk_ids.shape
     choice = choose_layer(experts, num_tokens, num_topk, batch_invariant)
     if choice.path is LayerPath.DECODE_MX:

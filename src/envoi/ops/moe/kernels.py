@@ -3,6 +3,7 @@
 """Triton kernels around the experts' GEMMs: move, quantise and sum rows. No size is copied to the host.
 
     map_kernel        topk_ids -> ids of the experts here           a program for each chunk of the slots
+    shared_kernel     topk_ids, weights -> with shared experts'     a program for each chunk of the slots, or token
     sort_kernel       topk_ids -> offsets, slot_to_pos              programs for each expert and chunk of the slots
     count_kernel      topk_ids -> experts' slots in each chunk      a program for each chunk of the slots
     place_kernel      those -> what sort_kernel stores              programs for each few experts and chunk of the slots
@@ -17,12 +18,14 @@ front has ended by then.
 `trace`: see `runtime.timeline_device`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogues.codes_triton import to_e4m3, widen
-from envoi.epilogues.device import bf16, divide, e4m3, e8m0_ceil, group_amax
+from envoi.epilogues.device import bf16, divide, e4m3, e8m0_ceil, group_amax, sigmoid
 from envoi.epilogues.tile_triton import group_max, times_group
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
@@ -45,6 +48,71 @@ def begin_work(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+
+
+class GivenSlots(NamedTuple):
+    """Slots of a routing, topk_ids and topk_weights [num_tokens, k], and what weighs shared experts.
+
+    tokens: rows `stride` apart, `width` columns; gate [width] float32. Neither is read unless the slots are GATED.
+    """
+
+    topk_ids: Any
+    topk_weights: Any
+    tokens: Any
+    stride: Any
+    gate: Any
+    num_tokens: Any
+    k: Any
+    width: Any
+
+
+@triton.jit
+def with_shared_slots(
+    given, NUM_SHARED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Return this program's slots, of k + NUM_SHARED a token: places, whether they are, token, ids, weights, shared.
+
+    ids: -1 for a shared expert's slot; shared: its number, or below 0. GATED: a program has the slots of one token,
+    whose weight of shared experts is sigmoid(token @ gate), summed in float32; else SLOTS slots, and the weight is 1.
+    """
+    k, width = given.k, given.width
+    total = k + NUM_SHARED
+    if GATED:
+        m = tl.program_id(0) + tl.zeros((SLOTS,), tl.int32)
+        lane = tl.arange(0, SLOTS)
+        inside = lane < total
+        place = m * total + lane
+        dot = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, width, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            at = given.tokens + tl.program_id(0).to(tl.int64) * given.stride + columns
+            x = widen(tl.load(at, mask=columns < width, other=0.0))
+            dot += x * tl.load(given.gate + columns, mask=columns < width, other=0.0)
+        shared_weight = sigmoid(tl.sum(dot, 0) + tl.zeros((SLOTS,), tl.float32))
+    else:
+        place = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+        m = place // total
+        lane = place % total
+        inside = m < given.num_tokens
+        shared_weight = tl.full((SLOTS,), 1.0, tl.float32)
+    is_given = inside & (lane < k)
+    ids = tl.load(given.topk_ids + m * k + lane, mask=is_given, other=-1)
+    weights = widen(tl.load(given.topk_weights + m * k + lane, mask=is_given, other=0.0))
+    return place, inside, m, ids, tl.where(lane < k, weights, shared_weight), lane - k
+
+
+@triton.jit(do_not_specialize=["num_tokens", "k", "num_experts"])
+def shared_kernel(
+    topk_ids, topk_weights, tokens, stride, gate, ids_out, weights_out, num_tokens, k, width, num_experts,
+    NUM_SHARED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Store ids and weights of slots with those of shared experts, whose ids begin at num_experts, after a token's."""
+    begin_work(OVERLAP)
+    given = GivenSlots(topk_ids, topk_weights, tokens, stride, gate, num_tokens, k, width)
+    place, inside, _, ids, weights, shared = with_shared_slots(given, NUM_SHARED, SLOTS, BLOCK, GATED)
+    e = tl.where((ids < 0) | (ids >= num_experts), -1, ids).to(tl.int32)
+    tl.store(ids_out + place, tl.where(shared >= 0, num_experts + shared, e), mask=inside)
+    tl.store(weights_out + place, weights, mask=inside)
 
 
 @triton.jit

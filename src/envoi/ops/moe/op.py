@@ -13,9 +13,9 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_expe
 HALVES = torch.bfloat16, torch.float16
 IDS, WEIGHTS = (torch.int32, torch.int64), (torch.float32, *HALVES)
 INT32 = torch.iinfo(torch.int32)
-TENSORS = tuple(
-    f"{side}{part}" for side in ("gate_up", "down") for part in (".values", ".sf", ".scale", ".zeros", "_bias")
-)
+NUM_SHARED_AT = 17  # place of num_shared in `flatten`
+PARTS = (".values", ".sf", ".scale", ".zeros", "_bias")
+TENSORS = (*(f"{side}{part}" for side in ("gate_up", "down") for part in PARTS), "shared_gate")
 
 
 def flatten(experts: ExpertWeights) -> tuple:
@@ -26,6 +26,7 @@ def flatten(experts: ExpertWeights) -> tuple:
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _bounded(experts.gate_up), _bounded(experts.down),
         experts.order, experts.gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
+        experts.num_shared, experts.shared_gate,
     )  # fmt: skip
 
 
@@ -35,12 +36,14 @@ def constants_of(experts: ExpertWeights) -> tuple:
     for x in (experts.gate_up, experts.down):
         forms.append((x.group, x.scales_at_most_2, x.order) if isinstance(x, QuantTensor) else None)
     limit = exactly(experts.swiglu_limit)
-    return experts.format, experts.activation, limit, experts.gate_up_layout, experts.padding, *forms
+    kept = experts.padding, experts.num_shared
+    return experts.format, experts.activation, limit, experts.gate_up_layout, *kept, *forms
 
 
 def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
     """Return the experts' tensors in the order of TENSORS, None for those that they don't have."""
-    return *_split(experts.gate_up), experts.gate_up_bias, *_split(experts.down), experts.down_bias
+    sides = *_split(experts.gate_up), experts.gate_up_bias, *_split(experts.down), experts.down_bias
+    return *sides, experts.shared_gate
 
 
 def scale_of(weight: Matrix) -> torch.Tensor | None:
@@ -57,6 +60,7 @@ def columns_of(weight: Matrix, bias: torch.Tensor | None) -> dict[str, torch.Ten
 def unflatten(
     gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
     down_bounded, order, gate_up_layout, gate_up_scale=None, down_scale=None, gate_up_zeros=None, down_zeros=None,
+    num_shared=0, shared_gate=None,
 ) -> ExpertWeights:  # fmt: skip
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
@@ -64,7 +68,8 @@ def unflatten(
         _join(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, scheme, gate_up_bounded, order),
         _join(down, down_sf, down_scale, down_zeros, scheme, down_bounded, order),
     )
-    return ExpertWeights(*sides, format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout)
+    rest = format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout
+    return ExpertWeights(*sides, *rest, num_shared=num_shared, shared_gate=shared_gate)
 
 
 def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -183,10 +188,11 @@ def empty_out(tokens, *arguments):
 def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
     """Count the FLOPs of both GEMMs for every slot, masked ones too: only the device knows which are masked.
 
-    Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across ranks it counts the slots of
-    this rank's tokens, whichever rank owns their experts.
+    Slots of shared experts count. Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across
+    ranks it counts the slots of this rank's tokens, whichever rank owns their experts.
     """
     first = next(place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor))
     gate_up, down = arguments[first], arguments[first + 3]  # as `flatten` has them
     intermediate = down.shape[2] * (2 if down.dtype == torch.uint8 else 1)
-    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + intermediate)
+    num_slots = topk_ids.numel() + len(tokens) * arguments[first + NUM_SHARED_AT]
+    return 2 * num_slots * tokens.shape[1] * (gate_up.shape[1] + intermediate)

@@ -1,6 +1,7 @@
 """Permute and combine on one rank by Triton kernels.
 
     map_ids         topk_ids of all experts -> topk_ids of those that are here
+    add_shared      topk_ids, topk_weights -> those with the slots of shared experts
     sort_slots      topk_ids [M, k] -> RowMap: the row of each slot
     gather_rows     tokens [M, H] -> rows [M * k, H] by expert, in the experts' activation scheme, and their weights
     quantize_rows   rows in bf16 -> rows in a scheme
@@ -20,7 +21,7 @@ from envoi.quant.formats import Scheme
 from envoi.runtime.devices import casts_e4m3, implementation
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.timeline import UNTRACED
-from envoi.types import Matrix, QuantTensor
+from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 KERNELS = "envoi.ops.moe.kernels"
 # Slots that a program of the sort reads at once, for up to so many slots in all.
@@ -32,6 +33,7 @@ MANY_SLOTS = 131072
 PLACED = 4  # experts that a program of `place_kernel` places, at most 4: it ranks them in one 64-bit number
 COUNTS_AT_ONCE = 4096  # of chunks and experts, that a program loads at once
 MAPPED = 512  # slots whose ids a program maps
+SHARED_SLOTS = 256  # slots that a program of `shared_kernel` writes, or those of one token if they have a gate
 MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
 MAX_SUM_COLUMNS = 1024  # columns of a token that one program sums
 # Bytes of rows up to which those that have been summed make room in the L2 cache for those that L2 has left there:
@@ -69,6 +71,58 @@ def map_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
     arguments = topk_ids.contiguous(), expert_map.contiguous(), out, num_slots, len(expert_map), MAPPED
     launch_kernel(KERNELS, "map_kernel", Launch((-(-num_slots // MAPPED),), arguments, {"num_warps": 4}))
     return out
+
+
+def add_shared(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights float32 and ids int32 [M, k + num_shared]: those of [M, k], then those of the shared experts.
+
+    An id that is no routed expert becomes -1. A token's bits don't depend on the others.
+    """
+    added = AddedSlots.of(tokens, topk_ids, experts.num_shared, experts.shared_gate, SHARED_SLOTS)
+    weights, ids = added.empty_slots(topk_ids.device)
+    arguments = (
+        topk_ids.contiguous(), topk_weights.contiguous(), *added.given, ids, weights, *added.sizes,
+        experts.num_routed, *added.form, overlaps(tokens.device),
+    )  # fmt: skip
+    options = {"num_warps": 4, "launch_pdl": overlaps(tokens.device)}
+    launch_kernel(KERNELS, "shared_kernel", Launch(added.grid, arguments, options))
+    return weights, ids
+
+
+@dataclass(frozen=True)
+class AddedSlots:
+    """Slots of shared experts after those of a routing, as `kernels.with_shared_slots` takes them.
+
+    given: tokens, their stride, and the gate or something in its place. sizes: num_tokens, k, width. form: constants
+    NUM_SHARED, SLOTS, BLOCK and GATED of the kernels.
+    """
+
+    given: tuple
+    sizes: tuple[int, int, int]
+    form: tuple[int, int, int, bool]
+    grid: tuple[int]
+
+    @staticmethod
+    def of(
+        tokens: torch.Tensor, topk_ids: torch.Tensor, num_shared: int, gate: torch.Tensor | None, per_program: int
+    ) -> "AddedSlots":
+        """Describe a call's slots. per_program: how many a program has, unless they have a gate, then one token's."""
+        (M, k), width = topk_ids.shape, tokens.shape[1]
+        total, block = k + num_shared, min(MAX_COLUMNS, next_power_of_2(width))
+        if gate is None:  # nothing is read in its place, nor of the tokens
+            form, grid = (num_shared, per_program, block, False), -(-M * total // per_program)
+            return AddedSlots((topk_ids, 0, topk_ids), (M, k, width), form, (grid,))
+        tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+        form = num_shared, next_power_of_2(total), block, True
+        return AddedSlots((tokens, tokens.stride(0), gate.contiguous()), (M, k, width), form, (M,))
+
+    def empty_slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate weights float32 and ids int32 [M, k + num_shared]."""
+        shape = self.sizes[0], self.sizes[1] + self.form[0]
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        return weights, torch.empty(shape, dtype=torch.int32, device=device)
 
 
 def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:

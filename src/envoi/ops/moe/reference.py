@@ -12,6 +12,7 @@
 
 geglu has gelu(gate), geglu_tanh its approximation by tanh, in place of silu(gate); without a gate h = silu(up) * w or
 relu(up)^2 * w. split takes every other value, or in the layout "concat" the first half and the second.
+Shared experts have slots after those of the routing, of weight 1 or sigmoid(token @ shared_gate) in float32.
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
 (`envoi.ops.moe.experts`) round h to bf16 before they quantise it in groups of a row or of 128: in the formats fp8_row,
 fp8_block128 and mxfp4_fp8. Both products are of nvfp4's weights without their scales, by which the sums are multiplied
@@ -70,11 +71,28 @@ def moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """Run the whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
+    if experts.num_shared:
+        shared = experts.num_routed, experts.num_shared, experts.shared_gate
+        topk_weights, topk_ids = with_shared(tokens, topk_weights, topk_ids, *shared)
     with span("permute"):
         rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
     out = expert_mlp(rows, experts)
     with span("combine"):
         return combine(out, rows.pos_to_slot, *topk_ids.shape)
+
+
+def with_shared(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, first: int, num_shared: int,
+    gate: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return weights and ids of a token's slots followed by those of shared experts, numbered from `first` on."""
+    shape = len(tokens), num_shared
+    ids = torch.arange(first, first + shape[1], dtype=topk_ids.dtype, device=topk_ids.device).expand(shape)
+    if gate is None:
+        weights = topk_weights.new_ones(shape)
+    else:
+        weights = (tokens.float() @ gate).sigmoid().unsqueeze(1).expand(shape)
+    return torch.cat((topk_weights, weights), 1), torch.cat((topk_ids, ids), 1)
 
 
 def mapped(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:

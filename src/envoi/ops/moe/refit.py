@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def refit(experts: ExpertWeights, gate_up: Matrix, down: Matrix, **given: Any) -
     new = pack(
         gate_up, down, experts.format, packed_layout=layout, activation=experts.activation, swiglu_limit=limit, **given
     ).to(experts.device)
+    new = replace(new, shared_gate=experts.shared_gate)  # no argument of `pack`: a caller writes it in place
     for name in ("gate_up", "down"):
         _check_promises(name, getattr(experts, name), getattr(new, name))
     pairs = list(_pairs(experts, new))

@@ -21,7 +21,10 @@ META = "envoi"  # name of the description, among the tensors and in a file's hea
 MATRICES = ("gate_up", "down")
 BIASES = ("gate_up_bias", "down_bias")
 ORDERS = ("rows", "fragments", fp8_fragments.ORDER)
-PLAIN = ("format", "activation", "swiglu_limit", "gate_up_layout", "group", "order", "scales_at_most_2", "padding")
+PLAIN = (
+    "format", "activation", "swiglu_limit", "gate_up_layout", "group", "order", "scales_at_most_2", "padding",
+    "num_shared",
+)  # fmt: skip
 
 
 def state_dict(experts: ExpertWeights, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -111,7 +114,7 @@ def _split(experts: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, A
                 visit(value, f"{name}.")
             elif isinstance(value, torch.Tensor):
                 tensors[name] = value
-            elif field.name == "padding" and not value:
+            elif field.name in ("padding", "num_shared") and not value:
                 continue  # so that earlier releases read it too
             elif value is not None or field.name == "swiglu_limit":
                 plain[name] = list(value) if isinstance(value, tuple) else value
@@ -168,6 +171,7 @@ def _joined(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Exp
     if given["swiglu_limit"] is not None and not expect_number("swiglu_limit", given["swiglu_limit"]) > 0:
         raise ValueError(f"swiglu_limit: expected None or a positive number, got {given['swiglu_limit']!r}")
     given["padding"] = plain.get("padding", 0)
+    given["num_shared"], given["shared_gate"] = plain.get("num_shared", 0), tensors.get("shared_gate")
     experts = ExpertWeights(**given)
     _check(experts, format)
     return experts
@@ -203,6 +207,9 @@ def _check(experts: ExpertWeights, format: Format) -> None:
         raise ValueError(f"gate_up: expected [num_experts, rows, hidden], got {list(experts.gate_up.shape)}")
     num_experts, rows, hidden = experts.gate_up.shape
     expect_int("padding", experts.padding, 0, max(0, experts.intermediate - 1))
+    expect_int("num_shared", experts.num_shared, 0, num_experts)
+    if experts.shared_gate is not None:
+        expect_tensor("shared_gate", experts.shared_gate, torch.float32, (hidden,))
     shapes = {"gate_up": (num_experts, rows, hidden), "down": (num_experts, hidden, experts.intermediate)}
     for name, shape in shapes.items():
         _check_matrix(name, getattr(experts, name), shape, format.weights)

@@ -32,7 +32,7 @@ class LayerCall:
     def __call__(self, num_tokens: int) -> None:
         """Make the call."""
         ids, weights = (without_memory((num_tokens, self.num_topk), dtype) for dtype in self.dtypes)
-        routing = Routing(weights, ids, self.experts.num_local_experts)
+        routing = Routing(weights, ids, self.experts.num_routed)
         tokens = without_memory((num_tokens, self.experts.hidden), torch.bfloat16)
         moe(tokens, routing, self.experts, expert_map=without_memory((routing.num_experts,), torch.int32))
 

@@ -81,7 +81,9 @@ def test_slots_ranked_in_pieces_are_sorted(monkeypatch, tokens, k, experts, chun
     ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
     layout = SharedLayout(1, experts, 400, 32, 16, "bf16")
     domain = ranks.open_all(layout, [0, experts])[0]
-    ranked = nvlink.stage_tokens(domain, torch.ones(tokens, 16).bfloat16(), ids)
+    staged = torch.randn(tokens, 16, generator=generator).bfloat16()
+    ranked = nvlink.stage_tokens(domain, staged, ids)
+    assert_same_bits(layout.tokens_in(domain.memory)[:tokens], staged)
     ranks.flags(domain)[0] = nvlink.num_chunks(layout)  # one after the other, the first would wait for the last
     nvlink.send_routing(domain, ids, ids.float(), ranked)
     want = sort_slots(ids, experts)

@@ -6,7 +6,13 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from envoi.ops.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled
 from envoi.ops.gemm.hopper.pipeline import Pipeline, StageBoxes, Written
-from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
+from envoi.ops.gemm.hopper.run_epilogue import (
+    EpilogueArgs,
+    EpilogueBuffers,
+    load_columns,
+    run_epilogue,
+    with_addresses,
+)
 from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler, Unit
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
@@ -25,77 +31,84 @@ class ConsumerArgs:
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
+@aggregate
+class PublishedTiles:
+    """Tiles that the CTA's producer publishes (`Pipeline.publish_tile`), with what `consume` asks of a `TileScheduler`.
+
+    Units are whole tiles, counted in the order in which they are published.
+    """
+
+    pipeline: Pipeline
+
+    @gluon.jit
+    def unit_stride(self):
+        """Return 1: all are this CTA's."""
+        return 1
+
+    @gluon.jit
+    def take(self, count):
+        """Wait for the count-th tile; return whether it isn't the end, and what `taken` takes."""
+        index, tile = self.pipeline.wait_for_tile(count)
+        return index >= 0, (index, tile)
+
+    @gluon.jit
+    def taken(self, published, num_k_steps):
+        """Return a unit and its tile."""
+        index, tile = published
+        return Unit(index, 0, num_k_steps, 0, False), tile
+
+    @gluon.jit
+    def num_steps(self, count, num_k_steps):
+        """Return the number of steps along K, the same for all."""
+        return num_k_steps
+
+
 @gluon.jit
 def consumer(args, role: gl.constexpr):
-    """Role: multiply this consumer's share of every unit, in the scheduler's order, and run the epilogue on it.
+    """Role: multiply this consumer's share of every unit, in the scheduler's order. role: 0 to 2."""
+    scheduler = TileScheduler.create(args.epilogue.problem)
+    consume(args, scheduler, 0, scheduler.first_unit(), role, role)
 
-    role: 0 to 2. Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately:
-    while one runs its epilogue, the other multiplies.
+
+@gluon.jit
+def consume(args, units, step, place, role: gl.constexpr, track: gl.constexpr):
+    """Multiply this consumer's share of all units from number `place` on, and run the epilogue on it.
+
+    Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately: while one runs
+    its epilogue, the other multiplies. units: a `TileScheduler` or `PublishedTiles`. step: of the pipeline, before the
+    first unit. Returns the step and the place after the last unit, or after the end marker; not with pingpong, whose
+    consumers end apart. With `written`, arrive there once a pair's second tile is stored, and for the end.
     """
     problem, epilogue = args.epilogue.problem, args.epilogue
     cfg: gl.constexpr = problem.cfg
-    scheduler = TileScheduler.create(problem)
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
     buffers = EpilogueBuffers.create(epilogue, cfg)
-    tiles_done = 0
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
-    stride = scheduler.unit_stride()
-    step = 0
-    tiles_multiplied = 0
-    first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
-    for u in range(first, scheduler.num_units, alternate * stride):
+    stride = units.unit_stride()
+    tiles_done, tiles_multiplied, event = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    step, place = gl.to_tensor(step), gl.to_tensor(place) + role // cfg.consumers_per_tile * stride
+    more, taken = units.take(place)
+    while more:
         if alternate == 2 and role == 1:
-            step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
-        unit = scheduler.unit(u, num_k_steps)
-        event = (u - first) // (alternate * stride)
-        note_begin(args.trace, role, event, unit.tile)
-        tile = scheduler.tile(unit.tile)
-        step, tiles_done, tiles_multiplied = multiply_unit(
-            args, unit, tile, buffers, (step, tiles_done, tiles_multiplied), event, role, role
-        )
-        if alternate == 2 and role == 0:
-            step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
-    if epilogue.code.num_descs > 0:
-        tma.store_wait(pendings=0)
-
-
-@gluon.jit
-def consume_broadcast_tiles(args, step, count, role: gl.constexpr, track: gl.constexpr):
-    """Process tiles published by the producer (`Pipeline.publish_tile`) until the end marker.
-
-    step, count: steps of the pipeline and published tiles before the first tile, returned as they are after L1's end;
-    not with pingpong, whose consumers end apart. With `written`, arrive there once a pair's second tile is stored, and
-    for the end.
-    """
-    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
-    cfg: gl.constexpr = problem.cfg
-    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
-    buffers = EpilogueBuffers.create(epilogue, cfg)
-    alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
-    tiles_done = gl.to_tensor(0)
-    tiles_multiplied = gl.to_tensor(0)
-    event = gl.to_tensor(0)
-    count += role // cfg.consumers_per_tile
-    step += role // cfg.consumers_per_tile * num_k_steps
-    index, tile = pipeline.wait_for_tile(count)
-    while index >= 0:
-        unit = Unit(index, 0, num_k_steps, 0, False)
-        note_begin(args.trace, track, event, index)
+            step += units.num_steps(place - stride, num_k_steps)  # of the other consumer's unit, before this one
+        unit, tile = units.taken(taken, num_k_steps)
+        note_begin(args.trace, track, event, unit.tile)
         step, tiles_done, tiles_multiplied = multiply_unit(
             args, unit, tile, buffers, (step, tiles_done, tiles_multiplied), event, role, track
         )
         if args.written is not None:
             if event % 2 == 1:
                 args.written.arrive(event // 2)
-        step += (alternate - 1) * num_k_steps  # of the other consumer's tile
-        count += alternate
+        if alternate == 2 and role == 0:
+            step += units.num_steps(place + stride, num_k_steps)  # of the other consumer's unit, after this one
+        place += alternate * stride
         event += 1
-        index, tile = pipeline.wait_for_tile(count)
+        more, taken = units.take(place)
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
     if args.written is not None:
         args.written.arrive(event // 2)
-    return step, count + 1
+    return step, place + stride
 
 
 @gluon.jit
@@ -117,7 +130,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
         if has_rows:
             m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
             epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
-    columns = load_columns(tile, epilogue)
+    columns, scattering = load_columns(tile, epilogue), with_addresses(tile, epilogue)
     if cfg.pingpong:
         pipeline.wait_for_turn(tiles_multiplied, role)
         tiles_multiplied += 1
@@ -150,7 +163,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
             acc, is_complete = epilogue.split_k.store(accs[0], share, first_slot, unit.split, cfg)
             accs = (acc,)
     if is_complete & has_rows:
-        run_epilogue(accs, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
+        run_epilogue(accs, tile, first_slot, unit.is_split, tiles_done, buffers, scattering)
         tiles_done += 1
     note_moment(args.trace, track, event, 3)
     return step, tiles_done, tiles_multiplied

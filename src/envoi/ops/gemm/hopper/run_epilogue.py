@@ -9,7 +9,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.epilogues.chunk import ChunkBuffers, ChunkPosition
-from envoi.epilogues.tile_gluon import halves
+from envoi.epilogues.tile_gluon import halves, load_addresses
 from envoi.ops.gemm.hopper.problem import Problem
 from envoi.ops.gemm.hopper.split_k import SplitK
 from envoi.runtime.aggregate import Scalar, aggregate
@@ -34,7 +34,7 @@ class EpilogueArgs:
 
     descs: gl.tuple  # TMA descriptors: of two outputs, then of two tile operands; None where there is none
     operands: gl.tuple  # pointers and scalars in the order of the epilogue's operands
-    outputs: gl.tuple  # pointers
+    outputs: gl.tuple  # pointers; of scattered rows to their addresses, or the addresses (`with_addresses`)
     row_reductions: RowReductions
     split_k: SplitK | gl.constexpr  # None in a kernel that never splits a tile along K
     problem: Problem
@@ -92,6 +92,28 @@ def load_columns(tile, epilogue):
         return epilogue.code.load_columns(of_tile(tile, epilogue).operands, tile.y, problem.N, cfg)
     else:
         return (0,)
+
+
+@gluon.jit
+def with_addresses(tile, epilogue):
+    """Return the arguments with the addresses of a tile's own rows, if rows are scattered and tokens are the M side.
+
+    Ahead of the mainloop, whose products hide the loads: each chunk would wait for them before its first store. With
+    pingpong the other consumer's products hide that, so the arguments are returned as they are.
+    """
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    code: gl.constexpr = epilogue.code
+    if code.scattered and not cfg.swap_ab and not cfg.pingpong:
+        columns: gl.constexpr = min(cfg.epilogue_columns, cfg.block_y) // code.output_specs[0].columns
+        bits: gl.constexpr = code.output_specs[0].dtype.itemsize * 8
+        rows: gl.constexpr = cfg.rows_per_consumer
+        addresses = load_addresses(epilogue.outputs[0], tile.x, tile.row_end, rows, columns, bits)
+        return EpilogueArgs(
+            epilogue.descs, epilogue.operands, (addresses,), epilogue.row_reductions, epilogue.split_k, problem, code
+        )
+    else:
+        return epilogue
 
 
 @gluon.jit

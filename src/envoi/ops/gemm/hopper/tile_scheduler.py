@@ -155,6 +155,17 @@ class TileScheduler:
             return gl.num_programs(0)
 
     @gluon.jit
+    def take(self, u):
+        """Return whether there is a unit u, and what `taken` takes: its number."""
+        return u < self.num_units, u
+
+    @gluon.jit
+    def taken(self, u, num_k_steps):
+        """Return unit u, where all of K takes num_k_steps, and its tile."""
+        unit = self.unit(u, num_k_steps)
+        return unit, self.tile(unit.tile)
+
+    @gluon.jit
     def unit(self, u, num_k_steps):
         """Return unit u, where all of K takes num_k_steps.
 

@@ -17,26 +17,29 @@ class Costs:
     `tools/time_models` fits them to bench/gemm_times.jsonl.
 
     launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
-    consumer's accumulators in its epilogue, by four warps, and beyond that, by however many warps, for each
-    consumer of the tile, if it loads an operand by TMA. step: around the loads of a stage. latency: from a stage's
-    release to its next fill. held_stages: stages whose wgmma may not have completed. part: around one part of a
-    split tile. join: to store or to add one accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by
-    one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a matrix that all multiprocessors
-    together fill with zeros per cycle. scaled_block: to add up a block of 128 elements of K with its scales.
-    wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
-    instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
-    reading weights once more, for another tile of few tokens, costs this share of reading them from memory.
-    again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift apart, and
-    the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row of weights.
-    stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
-    leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
-    factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
-    `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its columns,
-    each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every consumer
-    has for each of its accumulator's values of a thread; those kept are still in the instruction cache. own_row,
-    shared_bytes: loads of a token's row count as so many where an expert has many, and how much one multiprocessor
-    loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them. l2_sends: bytes
-    that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS ask for at once counted once.
+    consumer's accumulators in its epilogue, by four warps, and beyond that, by however many warps, for each consumer of
+    the tile, if it loads an operand by TMA. step: around the loads of a stage. latency: from a stage's release to its
+    next fill. held_stages: stages whose wgmma may not have completed. part: around one part of a split tile. join: to
+    store or to add one accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by
+    all. one_round: l2_bytes in a plain GEMM without scales along K where each has at most one tile: none is a tile
+    behind its neighbours. outside_lines: lines of 128 bytes outside of a matrix that all multiprocessors together fill
+    with zeros per cycle. own_lines: by one, of a box of weights that is partly outside; beside its own loads where it
+    has one tile, else all wait. scaled_block: to add up a block of 128 elements of K with its scales. wide_step,
+    wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an instruction for the
+    second of two widths, at least: it reads the tokens from shared memory once more. again: reading weights once more,
+    for another tile of few tokens, costs this share of reading them from memory, unless NEIGHBOURS read them together,
+    in 16 bits. again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift
+    apart, and the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row
+    of weights. stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features:
+    their rows leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8,
+    narrowed_operand: factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each
+    chunk, if `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its
+    columns, each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every
+    consumer has for each of its accumulator's values of a thread; those kept are still in the instruction cache.
+    own_row, shared_bytes: loads of a token's row count as so many where an expert has many, and how much one
+    multiprocessor loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them.
+    l2_sends: bytes that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS ask for at once counted
+    once.
     """
 
     launch: float = H200.launch_cycles
@@ -50,14 +53,16 @@ class Costs:
     join: float = 0.1
     l2_bytes: float = H200.l2_bytes
     dram_bytes: float = H200.hbm_bytes
+    one_round: float = 95
     outside_lines: float = 13
+    own_lines: float = 2
     scaled_block: float = 80
     wide_step: float = 1.02
     wide_tile: float = 1.15
     three_step: float = 1.05
     rest: float = 24
     again: float = 0.4
-    again_by_expert: float = 0.1
+    again_by_expert: float = 0.18
     short_rows: float = 1.05
     stored_rows: float = 0.05
     box: float = 50
@@ -99,8 +104,10 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     moved = problem.element_bytes * problem.K * (problem.M + _busy_groups(problem) * problem.N)
     moved += (2 + problem.tma_operand_bytes) * problem.M * problem.N + 2 * 4 * partial_sums
     if problem.M <= FEW_TOKENS and not problem.num_groups:
-        more = cdiv(problem.M, config.block_m) - 1
-        moved += costs.again * more * problem.element_bytes * problem.K * problem.N
+        token_tiles = cdiv(problem.M, config.block_m)
+        shared = token_tiles * config.swizzle_rows * config.split_k <= NEIGHBOURS and problem.element_bytes == 2
+        if not shared:
+            moved += costs.again * (token_tiles - 1) * problem.element_bytes * problem.K * problem.N
     if _are_few_by_expert(problem):
         more = _token_tiles(problem, config) - _busy_groups(problem)
         moved += costs.again_by_expert * more * problem.element_bytes * problem.K * problem.N
@@ -135,9 +142,17 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     """
     row_bytes = config.block_k * problem.element_bytes
     tensor = tensor_cycles(config, row_bytes, costs)
-    loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
+    one_round = tiles <= num_sms and problem.M > FEW_TOKENS and not (problem.num_groups or problem.scaled)
+    loads = (config.block_x + config.block_y) * row_bytes / (costs.one_round if one_round else costs.l2_bytes)
     if _shares_weights(problem) and not config.swap_ab:
         loads = (costs.own_row * config.block_x + config.block_y) * row_bytes / costs.shared_bytes
+    loads *= problem.K / (config.block_k * cdiv(problem.K, config.block_k))  # the last step may have part of a stage
+    filled = _rows_outside_of_box(problem, config) * row_bytes / 128 / costs.own_lines
+    drift = 0.0
+    if tiles <= num_sms:
+        loads += filled
+    else:
+        drift = filled  # tiles that take longer hold up neighbours, which share less in the L2
     late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
     issue = costs.box * config.boxes_per_stage if config.narrowed else 0.0
     outside = 0.0
@@ -161,6 +176,7 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         units = tiles + tiles % num_sms * (config.split_k - 1)
         tensor = sent_cycles(problem, config, tensor, min(units, num_sms), costs)
     whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    whole, low = whole + drift, low + drift
     if lines:
         whole += (low - whole) / cdiv(problem.N, config.block_n)
     return factor * (whole + added), factor * (low + added)
@@ -200,6 +216,19 @@ def rows_of_neighbours(problem: Problem, config: Config) -> list[tuple[float, fl
             rows = min(num_x, NEIGHBOURS / columns) * config.block_x + columns * config.block_y
             found.append((rows, share))
     return found
+
+
+def _rows_outside_of_box(problem: Problem, config: Config) -> int:
+    """Return the rows that are outside of the matrix in the box with the last weights; 0 in a grouped GEMM."""
+    if problem.num_groups:
+        return 0
+    inside = (problem.N - 1) % config.block_n + 1  # rows of the last tile
+    if config.swap_ab:
+        return -inside % config.rows_per_consumer
+    first = config.block_y // config.main_y * config.main_y
+    if inside <= first:
+        return -inside % config.main_y
+    return -(inside - first) % (config.rest_y or config.small_box)
 
 
 def _lines_outside_halves(problem: Problem, config: Config, row_bytes: int) -> float:

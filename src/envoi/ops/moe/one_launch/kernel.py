@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from envoi.ops.gemm.hopper.consumer import ConsumerArgs, consume_broadcast_tiles
+from envoi.ops.gemm.hopper.consumer import ConsumerArgs, PublishedTiles, consume
 from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, get_word, put_word
 from envoi.ops.gemm.hopper.problem import Problem
@@ -201,10 +201,10 @@ class SignalerArgs:
 def consumer(args, role: gl.constexpr):
     """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
     if role < args.first.epilogue.problem.cfg.num_consumers:
-        step, count = consume_broadcast_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
+        step, count = consume(args.first, PublishedTiles(args.first.pipeline), 0, 0, role, role)
     else:
         step, count = args.handover.first_ended()
-    consume_broadcast_tiles(args.second, step, count, role, SECOND + role)
+    consume(args.second, PublishedTiles(args.second.pipeline), step, count, role, SECOND + role)
 
 
 @gluon.jit

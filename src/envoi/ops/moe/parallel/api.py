@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -20,28 +19,27 @@ from envoi.ops.moe.parallel.collectives import complaint, refuse_together
 from envoi.ops.moe.parallel.exchange import Dispatched, OnDevice, Owner, Rows, Team
 from envoi.ops.moe.parallel.load import Load, forget, load_of
 from envoi.ops.moe.parallel.nvlink import SharedLayout
-from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts
+from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts, routed_offsets
+from envoi.ops.moe.parallel.registered import CLOSED, instances, moe_parallel
 from envoi.ops.moe.parallel.trace import STEP as TRACE
 from envoi.ops.moe.parallel.trace import Timeline, trace_call
 from envoi.ops.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together
 from envoi.ops.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
-from envoi.runtime.custom_op import operator, traced
+from envoi.runtime.custom_op import traced
 from envoi.runtime.devices import Target, limited
 from envoi.runtime.prepared.calls import MISSED, Calls, Plannable, copied, plain, scratch_bytes
 from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, WorkspaceError
 from envoi.types import ExpertWeights, Routing
 
-# The operator finds its object by name.
-CLOSED = "ExpertParallel: expected an open object, got one that was closed"
-_instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
 _serials: dict[str, itertools.count] = {}
 
 
 class ExpertParallel:
     """MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
 
-    experts: this rank's experts, from `envoi.experts.pack`.
+    experts: this rank's experts, from `envoi.experts.pack`; with shared ones (`envoi.experts.with_shared`) the same of
+        these on every rank, which compute a token's on its own rank. Neither num_topk nor a placement counts them.
     group: a torch.distributed process group of gloo or NCCL, or a DeviceMesh of one dimension; None = the default
         group. Every rank of it makes the object, with the same arguments but experts and num_sms, and experts of the
         same hidden, intermediate, format, activation and limit; the number of experts may differ.
@@ -80,9 +78,9 @@ class ExpertParallel:
         fused: False changes nothing, True is refused. What it chose was slower, and was removed.
 
     Attributes: num_experts (of a routing), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]; with
-    a placement these are physical experts), placement (a tuple, or None), missing_experts (see num_experts), group,
-    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
-    "hosts", "gathered" or "counted") and presum (True or False).
+        a placement, or shared experts, a rank's last, these are physical experts), placement (a tuple, or None),
+        missing_experts (see num_experts), group, transport ("nvlink", "nccl" or "gloo"), why (the reason for that
+        transport), exchange ("memory" over NVLink, "hosts", "gathered" or "counted") and presum (True or False).
 
     Threads may share an object: its calls run one at a time, each is matched with any call of another rank, and each
     returns the rows of its own tokens; where rows are counted all of them need the same k. Two objects on one NCCL
@@ -149,7 +147,7 @@ class ExpertParallel:
         self.exchange, self.presum = self._exchange.name, self._exchange.presum
         self.transport = "nvlink" if self.exchange == "memory" else "nccl" if channel.queues else "gloo"
         self._is_loaded = not compiles(experts.device)
-        _instances[self.name] = self
+        instances[self.name] = self
 
     def moe(
         self, tokens: torch.Tensor, routing: Routing, *, out: torch.Tensor | None = None,
@@ -181,13 +179,13 @@ class ExpertParallel:
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         refusal = "" if torch.compiler.is_compiling() else complaint(op.check_call, tokens, routing, self.experts)
-        if refusal and (traced() or self.name not in _instances):  # then peers exchange nothing either
+        if refusal and (traced() or self.name not in instances):  # then peers exchange nothing either
             raise ValueError(refusal)
         if refusal:
             return self._run(tokens, routing, self.experts, refusal)
         rows, slots, dtype = op.as_rows(tokens, routing)
         weights, ids = op.widened(slots.topk_weights, slots.topk_ids)
-        out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *op.flatten(self.experts))
+        out = moe_parallel(rows, weights, ids, routing.num_experts, self.name, *op.flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def _moe_prepared(self, tokens: torch.Tensor, routing: Routing, given: Given) -> torch.Tensor:
@@ -347,11 +345,10 @@ class ExpertParallel:
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
-        k, experts, num_experts = layout.num_topk, without_tensors(self.experts), None
-        if self.placement is not None:
-            num_experts = self.num_experts
+        k, experts = cast(int, self.num_topk), without_tensors(self.experts)
+        num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):
-            return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts, num_experts, layout.num_experts)
+            return CountedCall(layout.num_ranks * layout.slot_capacity, k, experts, num_experts, layout.num_experts)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
         ranks = tuple(str(rank) for rank in range(layout.num_ranks))
         hosts = {"memory": (), "gathered": ranks, "hosts": self._hosts}[self.exchange]
@@ -374,7 +371,8 @@ class ExpertParallel:
         CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host,
         with "gathered" its own; the others' stay 0.
         """
-        return load_of(self._team.history, self.expert_offsets, self._team.placed, self.placement)
+        team = self._team
+        return load_of(team.history, self.expert_offsets, team.placed, team.physical(self.placement))
 
     def update_placement(self, placement: Sequence[int] | torch.Tensor) -> None:
         """Go on with another placement from the next call on, also in graphs that were captured before. Collective.
@@ -385,9 +383,9 @@ class ExpertParallel:
         anew. Not while a graph is captured. Raises ValueError on every rank if one's is refused or they differ.
         """
         with self._lock, self._on_device():
-            refusal = complaint(self._open_exchange)
-            given = regroup.agree_on(self.channel, placement, self._team.placed, self._may_lack, refusal)
-            cast(Placed, self._team.placed).update(given)
+            now = self.placement, self.num_experts, self._may_lack, complaint(self._open_exchange)
+            given = regroup.agree_on(self.channel, placement, *now)
+            cast(Placed, self._team.placed).update(cast(tuple, self._team.physical(given)))
             forget(self._team.history)
             self.placement = tuple(given)
 
@@ -411,10 +409,10 @@ class ExpertParallel:
         Raises ValueError for ranks that aren't the group's, PeerTimeout if a rank that is left doesn't come, as where
         another is lost or ranks name different ones.
         """
-        watch, placement = self.channel.watch, self.placement or range(self.expert_offsets[-1])
+        watch, routed = self.channel.watch, routed_offsets(self.expert_offsets, self.experts.num_shared)
         places = regroup.places_left(watch, ranks)
         group = regroup.group_of(watch, [watch.ranks[place] for place in places], self._backend, group)
-        given = regroup.options_left(self._options, places, placement, self.expert_offsets)
+        given = regroup.options_left(self._options, places, self.placement or range(routed[-1]), routed)
         given |= {"num_experts": self.num_experts, **options}
         made = ExpertParallel(self.experts, group, **given)
         self.close()  # not before: peers may still read this rank's memory until they open the new one
@@ -442,7 +440,7 @@ class ExpertParallel:
         Over NVLink, peers must have finished with this rank's memory: close after a barrier of all ranks.
         """
         with self._lock:
-            _instances.pop(self.name, None)
+            instances.pop(self.name, None)
             self._exchange = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = "") -> torch.Tensor:
@@ -477,21 +475,3 @@ class ExpertParallel:
         wrong = complaint(op.check_tokens, tokens, routing, experts)
         most = self.max_tokens, self.num_topk
         return wrong or complaint(opening.check_sizes, tokens, routing, self.num_experts, *most)
-
-
-@operator("moe_parallel", op.empty_out, op.mlp_flops)
-def _moe_parallel(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
-    gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
-    down_sf: torch.Tensor | None, down_bias: torch.Tensor | None, format: str, activation: str,
-    swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool, order: str, gate_up_layout: str,
-    gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, gate_up_zeros: torch.Tensor | None,
-    down_zeros: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    experts = op.unflatten(
-        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
-        down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros,
-    )  # fmt: skip
-    if parallel not in _instances:
-        raise ValueError(CLOSED)
-    return _instances[parallel]._run(tokens, Routing(topk_weights, topk_ids, num_experts), experts)

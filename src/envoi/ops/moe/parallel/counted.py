@@ -186,7 +186,7 @@ class Counted:
         """Send this rank's tokens; see `OnDevice.dispatch`. Raises ValueError on all ranks if one refuses."""
         channel, rank_ends, given = self.channel, team.rank_ends, topk_ids
         if team.placed is not None and not refusal:
-            topk_weights, topk_ids = place(team.placed, topk_weights, topk_ids)
+            topk_weights, topk_ids = place(team.placed, topk_weights, topk_ids, tokens)
         numbers = agree(channel, None if refusal else topk_ids, team.expert_offsets, rank_ends)
         if any(numbers.refused):
             refusal = refusal or collectives.complaint(check_ids, given, team.num_experts)

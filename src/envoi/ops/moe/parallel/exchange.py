@@ -24,7 +24,7 @@ from envoi.ops.moe.parallel.collectives import Channel
 from envoi.ops.moe.parallel.failure import BEGUN, PeerTimeout
 from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST, Domain
-from envoi.ops.moe.parallel.placement import Placed, check_placement, place
+from envoi.ops.moe.parallel.placement import Placed, check_placement, place, routed_offsets, with_shared
 from envoi.ops.moe.parallel.rail import Rail
 from envoi.runtime.program import ALIGNMENT
 from envoi.spans import span
@@ -39,7 +39,8 @@ class Team:
 
     expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1]; rank_ends [num_ranks] int32: one past
     each rank's last expert, on the device. history: where the load of the object's calls is added. format: of experts.
-    placed: the placement, with which "experts" are physical ones here and in all of an exchange; or None.
+    placed: the placement, with which "experts" are physical ones here and in all of an exchange; or None. With shared
+    experts there always is one: they are physical experts alone.
     """
 
     channel: Channel
@@ -60,9 +61,13 @@ class Team:
         Raises ValueError, on all ranks alike, for a placement that doesn't fit.
         """
         offsets, device = tuple(accumulate((peer.num_experts for peer in peers), initial=0)), experts.device
-        given, placed = peers[channel.rank].placement, None
-        if given is not None:
-            placed = Placed.on(device, given, check_placement(given, offsets[-1], num_experts), channel.rank)
+        given, placed, num_shared, rank = peers[channel.rank].placement, None, experts.num_shared, channel.rank
+        if given is not None or num_shared:
+            num_routed = routed_offsets(offsets, num_shared)[-1]
+            num_experts = num_routed if given is None else check_placement(given, num_routed, num_experts)
+            shared = {"first_shared": offsets[rank + 1] - num_shared, "num_shared": num_shared}
+            whole = with_shared(given, offsets, num_shared)
+            placed = Placed.on(device, whole, num_experts, rank, shared_gate=experts.shared_gate, **shared)
         ends = torch.tensor(offsets[1:], dtype=torch.int32, device=device)
         return Team(channel, peers, name, offsets, ends, empty_history(offsets[-1], device), experts.format, placed)
 
@@ -70,6 +75,15 @@ class Team:
     def num_experts(self) -> int:
         """Number of experts of a routing."""
         return self.expert_offsets[-1] if self.placed is None else self.placed.num_experts
+
+    @property
+    def num_shared(self) -> int:
+        """Number of each rank's shared experts, and of slots that a token has of them."""
+        return 0 if self.placed is None else self.placed.num_shared
+
+    def physical(self, placement: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Return a caller's placement as one of all physical experts, None if there is none and nothing is shared."""
+        return None if self.placed is None else tuple(with_shared(placement, self.expert_offsets, self.num_shared))
 
 
 class Rows(NamedTuple):
@@ -156,10 +170,11 @@ class OnDevice:
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, placed: Placed | None = None
     ) -> Rows:
         """Launch dispatch of tokens [M, H] bf16; the rows are in memory that the next call reuses."""
-        tokens, weights, ids = compiled_form(tokens, topk_weights, topk_ids, self.domain.layout.num_topk)
+        num_topk = self.domain.layout.num_topk - (0 if placed is None else placed.num_shared)
+        tokens, weights, ids = compiled_form(tokens, topk_weights, topk_ids, num_topk)
         with span("dispatch"):
             if placed is not None:
-                weights, ids = place(placed, weights, ids)
+                weights, ids = place(placed, weights, ids, tokens)
             self._launches.dispatch(self.owner, tokens, weights, ids)
         domain = self.domain
         return Rows(domain.rows, domain.offsets, domain.row_weights, ids)

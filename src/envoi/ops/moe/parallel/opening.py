@@ -215,6 +215,8 @@ def tell_peers(
     layer = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     layer += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit}"
     layer += f" bias={experts.down_bias is not None}"
+    if experts.num_shared:
+        layer += f" num_shared={experts.num_shared} shared_gate={experts.shared_gate is not None}"
     forms = [None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(experts)]
     kernels = repr((constants_of(experts), forms, num_sms, placement is not None))
     mine = Peer(
@@ -301,7 +303,7 @@ def open_exchange(
     elif wanted.route is not None:
         why = f"exchange is {wanted.route!r}"
     else:
-        found, why = open_domain(team, with_presum(layout, intermediate, wanted.presum), group)
+        found, why = open_domain(team, with_presum(layout, intermediate, wanted.presum, team.num_shared), group)
     return found or _open_between_all(team, layout, wanted, group), why
 
 
@@ -309,14 +311,17 @@ def layout_of(team: Team, experts: ExpertWeights, max_tokens: int | None, num_to
     """Return the layout of memory for the most tokens and slots, without presum; None if one of these isn't known."""
     if max_tokens is None or num_topk is None:
         return None
-    sizes = team.channel.num_ranks, team.expert_offsets[-1], max_tokens, num_topk
+    sizes = team.channel.num_ranks, team.expert_offsets[-1], max_tokens, num_topk + team.num_shared
     return SharedLayout(*sizes, experts.hidden, experts.format)
 
 
-def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None) -> SharedLayout:
-    """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster."""
+def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None, num_shared: int = 0) -> SharedLayout:
+    """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster.
+
+    num_shared: slots of a token whose rows don't travel.
+    """
     if presum is None:
-        sizes = layout.hidden, intermediate, layout.num_topk, layout.max_tokens
+        sizes = layout.hidden, intermediate, layout.num_topk - num_shared, layout.max_tokens
         presum = presum_pays(*sizes, layout.num_ranks, layout.format)
     return replace(layout, presum=presum)
 

@@ -5,6 +5,9 @@ the first to the second, which engines and load balancers call `physical_to_logi
 weights physical expert p has, -1 if it isn't used; those of rank r follow those of rank r - 1. Its inverse is applied
 to `topk_ids` before anything else, so that an exchange knows physical experts alone.
 
+Shared experts are physical ones of each rank, its last; a placement of theirs has -1 there, callers' have no entry for
+them. The same launch adds a token's slots for those of the token's own rank, so that its row doesn't travel.
+
 A token's choice of an expert goes to replica (token + rank) modulo the number of replicas; `token` is the token's index
 among those of its rank, `rank` that rank. This needs no communication, and gives each replica as many of a rank's
 tokens as any other, but for chance, whatever the ranks' numbers of tokens. The busiest rank bounds a layer, and
@@ -15,14 +18,16 @@ of them would choose the first replica.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from envoi.check import describe, expect_int
+from envoi.ops.moe import reference
 from envoi.ops.moe.choose import has_kernels
 from envoi.ops.moe.launches import Launch, launch_kernel
+from envoi.ops.moe.permute import AddedSlots
 
 KERNELS = "envoi.ops.moe.parallel.placement_kernels"
 BLOCK = 256  # choices that a program maps
@@ -37,17 +42,21 @@ class Placed:
     table int32 [num_experts + 1 + 2 * num_physical]: where each expert's replicas begin in the part behind it; physical
     experts sorted by expert; the expert of each physical one, -1 = none. Its size doesn't depend on the placement, so
     that another one can be written over it, and captured graphs go on with that. num_experts: of a routing. rank: of
-    the tokens.
+    the tokens. first_shared: this rank's first shared expert among all physical ones, of which num_shared follow each
+    other. shared_gate: as in `ExpertWeights`.
     """
 
     table: torch.Tensor
     num_experts: int
     rank: int
+    first_shared: int = 0
+    num_shared: int = 0
+    shared_gate: torch.Tensor | None = None
 
     @staticmethod
-    def on(device: torch.device, placement: Sequence[int], num_experts: int, rank: int) -> "Placed":
-        """Return a placement on a device."""
-        return Placed(table_of(placement, num_experts).to(device), num_experts, rank)
+    def on(device: torch.device, placement: Sequence[int], num_experts: int, rank: int, **shared: Any) -> "Placed":
+        """Return a placement on a device. shared: the other fields."""
+        return Placed(table_of(placement, num_experts).to(device), num_experts, rank, **shared)
 
     def update(self, placement: Sequence[int]) -> None:
         """Write another placement of as many, in the order of the device's stream; the host doesn't wait."""
@@ -62,6 +71,24 @@ class Placed:
     def logical(self) -> torch.Tensor:
         """Expert that each physical one is, int32 [num_physical], -1 = none, on the device."""
         return self.table[self.num_experts + 1 + self.num_physical :]
+
+
+def with_shared(placement: Sequence[int] | None, expert_offsets: Sequence[int], num_shared: int) -> list[int]:
+    """Return a placement of routed physical experts as one of all, num_shared more at the end of each rank.
+
+    placement: None = each is the expert of its own number. expert_offsets: rank r has physical experts
+    expert_offsets[r] : expert_offsets[r + 1], with the shared ones.
+    """
+    offsets, found = routed_offsets(expert_offsets, num_shared), list[int]()
+    given = range(offsets[-1]) if placement is None else placement
+    for first, last in pairwise(offsets):
+        found += [*given[first:last], *[UNUSED] * num_shared]
+    return found
+
+
+def routed_offsets(expert_offsets: Sequence[int], num_shared: int) -> list[int]:
+    """Return where the routed experts of each rank begin among all routed physical ones."""
+    return [offset - rank * num_shared for rank, offset in enumerate(expert_offsets)]
 
 
 def table_size(num_experts: int, num_physical: int) -> int:
@@ -165,26 +192,31 @@ def check_same(placements: Sequence[Sequence[int] | None]) -> None:
             )
 
 
-def place(placed: Placed, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def place(
+    placed: Placed, topk_weights: torch.Tensor, topk_ids: torch.Tensor, tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and the physical experts, float32 and int32 [M, k], of the experts topk_ids [M, k] int32.
 
-    -1 stays; an id that is no expert becomes BAD_ID. A missing expert becomes some physical one with the weight NaN,
+    Then those of the shared experts, [M, k + num_shared]; tokens [M, H]: for their gate, if there is one. -1 stays; an
+    id that is no expert becomes BAD_ID. A missing expert becomes some physical one with the weight NaN,
     which makes the token's sum NaN and changes no other token.
     """
-    (M, k), device = topk_ids.shape, topk_ids.device
-    ids, weights = torch.empty_like(topk_ids), torch.empty_like(topk_weights)
-    if not M * k:
-        return weights, ids
+    device, gate = topk_ids.device, placed.shared_gate
     if not has_kernels(device):
-        return place_by_torch(placed, topk_weights, topk_ids)
-    sizes = M * k, k, placed.rank, placed.num_experts, placed.num_physical, BLOCK
-    arguments = topk_ids, topk_weights, placed.table, ids, weights, *sizes
-    launch_kernel(KERNELS, "place_kernel", Launch((-(-M * k // BLOCK),), arguments, {"num_warps": 4}))
+        return place_by_torch(placed, topk_weights, topk_ids, tokens)
+    given = topk_ids if gate is None or tokens is None else tokens  # not read without a gate
+    added = AddedSlots.of(given, topk_ids, placed.num_shared, gate, BLOCK)
+    weights, ids = added.empty_slots(device)
+    if not ids.numel():
+        return weights, ids
+    sizes = placed.rank, placed.num_experts, placed.num_physical, placed.first_shared
+    arguments = topk_ids, topk_weights, placed.table, *added.given, ids, weights, *added.sizes, *sizes, *added.form
+    launch_kernel(KERNELS, "place_kernel", Launch(added.grid, arguments, {"num_warps": 4}))
     return weights, ids
 
 
 def place_by_torch(
-    placed: Placed, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    placed: Placed, topk_weights: torch.Tensor, topk_ids: torch.Tensor, tokens: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute what `place` does by operators of torch."""
     N, P = placed.num_experts, placed.num_physical
@@ -196,7 +228,9 @@ def place_by_torch(
     chosen = replicas[(begin[e] + (token + placed.rank) % count.clamp(min=1)).clamp(max=P - 1)]
     found = torch.where(count > 0, chosen, (e % P).to(torch.int32))
     ids = torch.where(fine, found, torch.where(topk_ids == UNUSED, UNUSED, BAD_ID).to(torch.int32))
-    return torch.where(fine & (count == 0), float("nan"), topk_weights), ids
+    weights = torch.where(fine & (count == 0), float("nan"), topk_weights)
+    shared = placed.first_shared, placed.num_shared, placed.shared_gate
+    return reference.with_shared(topk_ids if tokens is None else tokens, weights, ids, *shared)
 
 
 def missing_experts(placement: Sequence[int], num_experts: int) -> tuple[int, ...]:

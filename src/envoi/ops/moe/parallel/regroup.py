@@ -12,7 +12,7 @@ import torch.distributed as dist
 from envoi.ops.moe.parallel.collectives import Channel, complaint, gather_texts, refuse_together
 from envoi.ops.moe.parallel.failure import CONNECT_S, Watch
 from envoi.ops.moe.parallel.opening import resolve_group
-from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_placement, check_same, missing_experts
+from envoi.ops.moe.parallel.placement import as_numbers, check_placement, check_same, missing_experts
 from envoi.ops.moe.parallel.store import connect
 
 WITHOUT, UPDATE = "going on without lost ranks", "update of the placement"
@@ -90,19 +90,20 @@ def options_left(
 
 
 def agree_on(
-    channel: Channel, placement: Any, placed: Placed | None, may_lack: bool, refusal: str = ""
+    channel: Channel, placement: Any, present: Sequence[int] | None, num_experts: int, may_lack: bool, refusal: str = ""
 ) -> list[int]:  # fmt: skip
     """Return a new placement of a caller as a list. Collective; ValueError on every rank if they can't all use it.
 
-    placed: the present one. may_lack: experts may be missing. refusal: why this rank can't have any, or "".
+    present: the one so far, of num_experts. may_lack: experts may be missing. refusal: why this rank can't have any,
+    or "".
     """
 
     def check() -> None:
-        if placed is None:
+        if present is None:
             raise ValueError("update_placement: expected an object that was opened with a placement, got one without")
         numbers = as_numbers(placement)
-        check_placement(numbers, placed.num_physical, placed.num_experts)
-        missing = missing_experts(numbers, placed.num_experts)
+        check_placement(numbers, len(present), num_experts)
+        missing = missing_experts(numbers, num_experts)
         if missing and not may_lack:
             raise ValueError(f"placement: expected every expert, got none that is {missing[0]}")
 

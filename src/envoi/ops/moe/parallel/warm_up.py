@@ -33,8 +33,9 @@ PATIENCE_S = 1800.0  # for peers that compile
 class ParallelCall:
     """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
 
-    num_topk: slots of a token. hosts: of each rank, for an exchange with a rail. num_experts: of routings, with a
-    placement, else None. The rank also sends rows of other experts back, and with 0 tokens it refuses a call.
+    num_topk: slots of a token in a routing. hosts: of each rank, for an exchange with a rail. num_experts: of
+    routings, with a placement or shared experts, else None. The rank also sends rows of other experts back, and with 0
+    tokens it refuses a call.
     """
 
     layout: SharedLayout
@@ -57,7 +58,8 @@ class ParallelCall:
         tokens = without_memory((num_tokens, self.layout.hidden), torch.bfloat16)
         given = tokens, without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts
         exchange = OnDevice(_owner(self.hosts, self.layout, self.rank, self.expert_offsets, self.timeout_s))
-        exchange.run_layer(*given, placed_without_memory(self.num_experts, self.expert_offsets[-1], self.rank))
+        sizes = self.num_experts, self.expert_offsets[-1], self.rank
+        exchange.run_layer(*given, placed_without_memory(*sizes, self.experts))
         domain = exchange.domain
         if not domain.layout.presum:
             nvlink.send_rows(domain, without_memory(tuple(domain.rows.shape), torch.bfloat16))
@@ -69,8 +71,8 @@ class ParallelCall:
 class CountedCall:
     """Kernels of a call whose rows are counted, for a number of rows on a rank; their number isn't that of its tokens.
 
-    most: rows. num_topk: slots of a token. experts: without memory. num_experts: of routings, with a placement, else
-    None; then num_physical: over all ranks.
+    most: rows. num_topk: slots of a token in a routing. experts: without memory. num_experts: of routings, with a
+    placement or shared experts, else None; then num_physical: over all ranks.
     """
 
     most: int
@@ -86,17 +88,20 @@ class CountedCall:
         weights = without_memory((num_rows,), torch.float32)
         run_experts(rows, weights, without_memory((experts.num_local_experts + 1,), torch.int32), experts)
         back = without_memory((num_rows, experts.hidden), torch.bfloat16)
-        combine_rows(back, without_memory((1, self.num_topk), torch.int32))
-        if (placed := placed_without_memory(self.num_experts, self.num_physical, 0)) is not None:
-            slots = 1, self.num_topk
-            place(placed, without_memory(slots, torch.float32), without_memory(slots, torch.int32))
+        combine_rows(back, without_memory((1, self.num_topk + experts.num_shared), torch.int32))
+        if (placed := placed_without_memory(self.num_experts, self.num_physical, 0, experts)) is not None:
+            slots, tokens = (1, self.num_topk), without_memory((1, experts.hidden), torch.bfloat16)
+            place(placed, without_memory(slots, torch.float32), without_memory(slots, torch.int32), tokens)
 
 
-def placed_without_memory(num_experts: int | None, num_physical: int, rank: int) -> Placed | None:
-    """Return a placement whose table has no memory; None without num_experts."""
+def placed_without_memory(
+    num_experts: int | None, num_physical: int, rank: int, experts: ExpertWeights
+) -> Placed | None:
+    """Return a placement whose table has no memory; None without num_experts. experts: this rank's."""
     if num_experts is None:
         return None
-    return Placed(without_memory((table_size(num_experts, num_physical),), torch.int32), num_experts, rank)
+    table = without_memory((table_size(num_experts, num_physical),), torch.int32)
+    return Placed(table, num_experts, rank, 0, experts.num_shared, experts.shared_gate)
 
 
 @lru_cache(maxsize=8)

@@ -75,3 +75,14 @@ class Chosen(NamedTuple):
 
     ids: Any
     slots: Any
+
+
+class Places(NamedTuple):
+    """Best experts of rows so far: tuples of a vector [R] for each of k places, best first. Empty ones: id -1.
+
+    keys: what experts are ranked by. logits: theirs.
+    """
+
+    keys: Any
+    ids: Any
+    logits: Any

@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 
+from envoi.ops.moe.router import tiling_blackwell
 from envoi.ops.moe.router.choose_tiling import Share, choose_shares
 from envoi.ops.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
 from envoi.ops.moe.router.tiling import RouterTiling, choice_of
+from envoi.ops.moe.router.tiling_blackwell import MOST_REGISTERS, ROWS, tiling_of, why_not
 from envoi.runtime import workspace
-from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.devices import has_tensor_memory, implementation, num_sms
+from envoi.runtime.math import cdiv
 from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
@@ -60,6 +63,8 @@ def run_router(call: Call) -> list[torch.Tensor]:
             counts.zero_()
     elif implementation(call.tokens.device) == "hopper" and takes_hopper(call):
         _run_hopper(call, outputs)
+    elif tiling_blackwell.IS_USED and has_tensor_memory(call.tokens.device) and not why_not_blackwell(call):
+        _run_blackwell(call, outputs)
     else:
         _run_portable(call, outputs)
     found = [outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], *(outputs["counts"] or ())]
@@ -69,6 +74,11 @@ def run_router(call: Call) -> list[torch.Tensor]:
 def takes_hopper(call: Call) -> bool:
     """Tell whether the Hopper kernel takes the dtypes: tokens and gate both bf16, or both fp16."""
     return call.tokens.dtype == call.gate.dtype and call.tokens.dtype != torch.float32
+
+
+def why_not_blackwell(call: Call) -> str:
+    """Return why the Blackwell kernel doesn't take a call, which then runs on the Triton kernel; "" if it does."""
+    return why_not((call.tokens.dtype, call.gate.dtype), call.spec)
 
 
 def empty_outputs(call: Call) -> dict[str, Any]:
@@ -119,6 +129,29 @@ def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int],
     )  # fmt: skip
     warps = 16 if spec.columns > 512 else 8 if spec.columns > 128 else 4
     return (-(-tokens.shape[0] // block_m),), arguments, {"num_warps": warps, "num_stages": 3}
+
+
+def _run_blackwell(call: Call, outputs: dict[str, Any]) -> None:
+    from envoi.ops.moe.router import kernel_blackwell
+    from envoi.runtime.launch import launch
+
+    launch(kernel_blackwell.router_kernel, *blackwell_arguments(call, outputs))
+
+
+def blackwell_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int], tuple, dict[str, int]]:
+    """Return grid, arguments and options of the Blackwell kernel."""
+    spec, (M, hidden) = replace(call.spec, gluon=True), call.tokens.shape
+    tiling = tiling_of(hidden, spec)
+    counters = workspace.counters(spec.num_experts + 1, call.tokens.device) if spec.want_counts else None
+    counts, offsets = outputs["counts"] or (None, None)
+    logit_bias, expert_bias, *_ = _tables(call)
+    arguments = (
+        descriptor(tma_ready(call.tokens), ROWS, tiling.block_k),
+        descriptor(tma_ready(call.gate), tiling.width, tiling.block_k),
+        M, hidden, call.alpha, call.routed_scale, logit_bias, expert_bias, outputs["weights"], outputs["ids"],
+        outputs["logits"], outputs["dense"], _from(counters, 1), counts, offsets, counters, tiling, spec,
+    )  # fmt: skip
+    return (cdiv(M, ROWS),), arguments, {"num_warps": ROWS // 32, "maxnreg": MOST_REGISTERS}
 
 
 def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:

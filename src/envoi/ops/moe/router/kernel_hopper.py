@@ -176,10 +176,11 @@ def store_partial(x, sums, set, m, n, problem):
 def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
     tiling: gl.constexpr = problem.tiling
+    # The number of tokens is a Python number if it is 1.
     if tiling.polls_sums or tiling.apart:
-        return problem.num_tokens
+        return gl.to_tensor(problem.num_tokens)
     else:
-        return gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile
+        return gl.to_tensor(gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile)
 
 
 @gluon.jit

@@ -1,0 +1,89 @@
+"""What the guides and the README say of the suite `engine`: tokens a second of a served model, by its rows."""
+
+import re
+from collections.abc import Sequence
+
+from bench.evidence import Measurement
+from bench.libraries import version
+from bench.summary import ratio
+from envoi.table import number
+
+CASE = re.compile(r"(?P<engine>\w+), (?P<model>\S+) (?P<format>\S+) x(?P<layers>\d+), (?P<step>.+)")
+BASELINE = "vllm_engine"
+ROUTED = "routed"  # Envoi's gate too
+SECOND = 1e6  # us
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """Return tokens a second of each model by step, "64,713 to 90,487 (1.40x)", and below where they come from."""
+    steps = list(dict.fromkeys(_parts(m)["step"] for m in measurements))
+    lines = [["sizes of", *steps], ["---", *["---:"] * len(steps)]]
+    for name, found in _by_model(measurements).items():
+        lines.append([name, *(_cell(found.get(step), BASELINE) for step in steps)])
+        if any(ROUTED in m.baselines for m in found.values()):
+            cells = (_cell(found.get(step), BASELINE, ROUTED) for step in steps)
+            lines.append([f"{name}, `ENVOI_VLLM_ROUTE=1`", *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + f"\n\n{_caption(measurements)}"
+
+
+def line(measurements: Sequence[Measurement]) -> str:
+    """Return the ratios in a line: the least and the largest of prefill and of decode, in how many models."""
+    parts = []
+    for phase in ("prefill", "decode"):
+        found = [m.baselines[BASELINE] / m.ours_us for m in measurements if _parts(m)["step"].startswith(phase)]
+        least, most = number(min(found)), number(max(found))
+        span = most if least == most else f"{least} to {most}"
+        parts.append(f"{span} times the tokens/s in {phase}")
+    models = list(_by_model(measurements))
+    which = f"sizes of {models[0]}" if len(models) == 1 else f"sizes of {len(models)} models"
+    return f"{' and '.join(parts)} ({which}, vLLM {_versions(measurements)}, {measurements[0].gpu})"
+
+
+def _parts(m: Measurement) -> dict[str, str]:
+    found = CASE.fullmatch(m.case)
+    assert found is not None, m.case
+    return found.groupdict()
+
+
+def _by_model(measurements: Sequence[Measurement]) -> dict[str, dict[str, Measurement]]:
+    """Return the measurements by model, then by step."""
+    found: dict[str, dict[str, Measurement]] = {}
+    for m in measurements:
+        parts = _parts(m)
+        name = f"{parts['model']}, {parts['format']}, {parts['layers']} layers"
+        found.setdefault(name, {})[parts["step"]] = m
+    return found
+
+
+def _cell(m: Measurement | None, baseline: str, ours: str = "") -> str:
+    if m is None or (ours and ours not in m.baselines):
+        return "-"
+    us = m.baselines[ours] if ours else m.ours_us
+    tokens, theirs = _tokens(m), m.baselines[baseline]
+    return f"{tokens / theirs * SECOND:,.0f} to {tokens / us * SECOND:,.0f} ({ratio(theirs, us)})"
+
+
+def _tokens(m: Measurement) -> int:
+    phase, _, sizes = _parts(m)["step"].partition(" ")
+    count, _, length = sizes.partition("x")
+    return int(count) * int(length or 1) if phase == "prefill" else int(count)
+
+
+def _versions(measurements: Sequence[Measurement]) -> str:
+    return ", ".join(dict.fromkeys(str(version(m.details, BASELINE)) for m in measurements))
+
+
+def _caption(measurements: Sequence[Measurement]) -> str:
+    dates = sorted({m.date for m in measurements})
+    commits = ", ".join(dict.fromkeys(m.commit for m in measurements))
+    torches = ", ".join(dict.fromkeys(f"torch {m.torch}, Triton {m.triton}" for m in measurements))
+    ready = "; ".join(
+        f"{name}: {next(iter(found.values())).details['ready s']}" for name, found in _by_model(measurements).items()
+    )
+    rounds = ", ".join(dict.fromkeys(str(m.n) for m in measurements))
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return (
+        f"Tokens/s, vLLM's own kernels to Envoi's. One {measurements[0].gpu}, vLLM {_versions(measurements)}, "
+        f"{torches}, {when}, commit {commits}; medians of {rounds} rounds, in turns. "
+        f"Seconds of a first start with empty caches, all engines of a model at once: {ready}."
+    )
