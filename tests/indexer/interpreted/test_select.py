@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.ops.indexer import kernel_order, kernel_rank, kernel_select
+from envoi.ops.indexer import kernel_order, kernel_select
 from envoi.ops.indexer.fast import Order
 from tests.indexer.rows import hostile_rows, wrong_rows
 
@@ -35,14 +35,6 @@ def refuse(*_):
 def test_long_rows_with_ties_are_read_once(kind, monkeypatch):
     monkeypatch.setattr(kernel_select, "choose_from_memory", refuse)
     assert wrong_rows(LONG[kind], 512, Order(slots=True, by_score=False)) == []
-
-
-@pytest.mark.parametrize("kind", [kind for kind in TIED if kind not in ("equal", "mostly -inf")])  # not negative
-@pytest.mark.parametrize("as_torch", [True, False])
-def test_candidates_with_ties_are_not_narrowed(kind, as_torch, monkeypatch):
-    monkeypatch.setattr(kernel_rank, "narrow", refuse)
-    order = Order(slots=True, by_score=True, as_torch=as_torch)
-    assert wrong_rows(LONG[kind], 512, order, candidates=True) == []
 
 
 @pytest.mark.parametrize("kind", ["a sixteenth best", "few values"])

@@ -306,9 +306,9 @@ def rank_arguments(
 ) -> tuple[tuple[int, int], tuple, dict]:
     """Return grid, arguments and options of `rank_kernel`."""
     return (SCORE_BINS, num_rows), (
-        space.listed, space.bins, space.counters, space.logits, p.seq_lens, p.table, out, errors,
-        first, num_rows, p.width, p.next_n,
-        p.k, order.slots, order.as_torch,
+        space.listed, space.bins, space.counters, space.logits if order.as_torch else None, p.seq_lens, p.table, out,
+        errors, first, num_rows, p.width, p.next_n,
+        p.k, order.slots,
     ), {"num_warps": 2}  # fmt: skip
 
 

@@ -6,8 +6,6 @@
     for each BLOCK scores of each row of n:                      one program
         low, high = about the k-th best of the row's groups (the least if n <= k), and the best
         the composites of scores that reach low                  -> the row's list, and the list of their bin
-        if many groups are as good as low: of those above it     -> the lists
-                                           how many equal it of each PIECE tokens, which `kernel_rank` places
 
 Lists are unordered; `kernel_rank` ranks them. The range from high to low is divided into SCORE_BINS, the first for the
 best, so that a score need only be compared with those of its own bin. A bin's list holds CAPACITY; if one overflows,
@@ -27,8 +25,6 @@ from envoi.ops.indexer.kernel_scores import (
     NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
-    PIECE,
-    PIECES_AT,
     SCORE_BINS,
     level_of,
     ordered,
@@ -39,12 +35,9 @@ POSITION_BITS: tl.constexpr = tl.constexpr(29)
 LAST: tl.constexpr = tl.constexpr((1 << 29) - 1)
 LEAST: tl.constexpr = tl.constexpr(-(1 << 15))  # upper half of a key
 OCTAVE: tl.constexpr = tl.constexpr(128)  # a factor of two between scores, in upper halves of their keys
-SLACK: tl.constexpr = tl.constexpr(16)  # the bound may let k / 16 groups too many through,
-MANY: tl.constexpr = tl.constexpr(128)  # and so many more that are as good as the k-th, for which bins have room
+SLACK: tl.constexpr = tl.constexpr(16)  # the bound may let k / 16 groups too many through
 CAPACITY: tl.constexpr = tl.constexpr(256)
 FAILED: tl.constexpr = tl.constexpr(1 << 30)  # in a list's counter: a page outside the cache
-TIED_AT: tl.constexpr = tl.constexpr((SCORE_BINS.value + 1) * COUNTER_STRIDE.value)  # whether equals are counted,
-BOUND_AT: tl.constexpr = tl.constexpr(TIED_AT.value + COUNTER_STRIDE.value)  # and the bound
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
 
@@ -66,7 +59,7 @@ def reaching(best, bound):
 
 @triton.jit
 def bound_of(best, top, K: tl.constexpr):
-    """Find a bound that K groups reach, and at most K / SLACK others, but for ties; return it, and how many reach it.
+    """Find a bound that K groups reach, and at most K / SLACK others, but for ties. LEAST if there are fewer than K.
 
     Searches from the top downwards by doubled steps, then by bisection: ten counts over registers.
     """
@@ -85,26 +78,22 @@ def bound_of(best, top, K: tl.constexpr):
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         inside = tl.where(enough, found, inside)
-    return low, inside
+    return low
 
 
 @triton.jit
 def limits_of(groups, n, K: tl.constexpr):
-    """Return the bound of a row, and one more than its best group's key, both upper halves of keys; how many reach it.
-
-    Of a row whose tokens are all chosen, no number of groups is too many.
-    """
+    """Return the bound of a row, and one more than its best group's key, both upper halves of keys."""
     ids = tl.arange(0, NUM_GROUPS)
     num = tl.cdiv(n, 1 << level_of(n))
     best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(num, 8), other=LEAST).to(tl.int32)
     best = tl.where(ids < num, best, LEAST)
     top = tl.max(best, 0) + 1
     if n > K:
-        low, inside = bound_of(best, top, K)
+        low = bound_of(best, top, K)
     else:
         low = tl.min(tl.where(ids < n, best, top), 0)
-        inside = n * 0
-    return low, top, inside
+    return low, top
 
 
 @triton.jit
@@ -145,7 +134,7 @@ def candidates_kernel(
 ):  # fmt: skip
     """Sift BLOCK scores of a row; programs past its end return at once.
 
-    counters [rows, NUM_COUNTERS]: zero at launch, but for the pieces' (the scores' kernel resets them); FAILED is set
+    counters [rows, NUM_COUNTERS]: lengths of the lists, zero at launch (the scores' kernel resets them); FAILED is set
     in that of the row's list if a page isn't in the cache. classes [rows, SCORE_BINS, CAPACITY]: the bins' lists.
     """
     own = tl.program_id(1)
@@ -159,11 +148,9 @@ def candidates_kernel(
     counters += own * NUM_COUNTERS
     positions = first + tl.arange(0, BLOCK)
     scores = tl.load(logits + offset + positions, mask=positions // 4 < tl.cdiv(n, 4), other=0.0)
-    low, top, inside = limits_of(groups + own * NUM_GROUPS, n, K)
-    tied = inside > K + K // SLACK + MANY
-    bound = low << KEY_SHIFT
+    low, top = limits_of(groups + own * NUM_GROUPS, n, K)
     keys = ordered(scores, NAN_FIRST)
-    keep = (positions < n) & (keys >= bound + tied.to(tl.int32))
+    keep = (positions < n) & ((keys >> KEY_SHIFT) >= low)
     kind = class_of(scores, low, top, n > K, NAN_FIRST)
     seat = tl.atomic_add(counters + kind * COUNTER_STRIDE, 1, mask=keep, sem="relaxed")
     kept = keep.to(tl.int32)
@@ -174,10 +161,3 @@ def candidates_kernel(
     tl.store(classes + seat, composites, mask=keep & (seat < CAPACITY))
     if not good:
         tl.atomic_or(counters + SCORE_BINS * COUNTER_STRIDE, FAILED, sem="relaxed")
-    if tied == 0:
-        return
-    equal = ((positions < n) & (keys == bound)).to(tl.int32)
-    pieces = tl.sum(tl.reshape(equal, (BLOCK // PIECE, PIECE)), 1)
-    tl.store(counters + PIECES_AT + first // PIECE + tl.arange(0, BLOCK // PIECE), pieces)
-    tl.store(counters + TIED_AT, 1)  # every program of a row stores the same
-    tl.store(counters + BOUND_AT, bound)

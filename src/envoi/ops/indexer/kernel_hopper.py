@@ -26,7 +26,6 @@ from envoi.ops.indexer.kernel_fp4 import value_of, widen
 from envoi.ops.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
-    NUM_CLEARED,
     NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
@@ -426,7 +425,7 @@ def scores_kernel(
     if EARLY:
         let_next_start()
     if counters is not None:
-        ids = gl.arange(0, NUM_CLEARED, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        ids = gl.arange(0, NUM_COUNTERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
             gl.store(counters + own * NUM_COUNTERS + ids, 0)
     lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, SHARE, BLOCKS)

@@ -3,7 +3,6 @@
 """Ranking of each row's candidates: a kernel that stores the k best at their places in the output.
 
     rank(x) = how many composites of the list are better than x;   out[rank(x)] = x's slot, if rank(x) < k
-    those that equal the bound, where these are counted apart: behind the list's, by position
 
 One program ranks a bin: after all of the better bins, and within its own list. If a bin has overflowed, each program
 ranks a share of the row's list among all of it. For that, a list of more than MOST, which mostly means many equal
@@ -14,19 +13,9 @@ most SHORT tokens sorts it as torch does.
 import triton
 import triton.language as tl
 
-from envoi.ops.indexer.kernel_candidates import BOUND_AT, CAPACITY, LAST, TIED_AT, tokens_of
+from envoi.ops.indexer.kernel_candidates import CAPACITY, LAST, tokens_of
 from envoi.ops.indexer.kernel_order import SHORT, slot_of, sort_as_torch
-from envoi.ops.indexer.kernel_scores import (
-    COUNTER_STRIDE,
-    INTEGERS,
-    NUM_COUNTERS,
-    NUM_PIECES,
-    PAGE,
-    PIECE,
-    PIECES_AT,
-    SCORE_BINS,
-    ordered,
-)
+from envoi.ops.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, PAGE, SCORE_BINS
 
 MOST: tl.constexpr = tl.constexpr(4096)
 MINE: tl.constexpr = tl.constexpr(128)  # composites that are ranked at a time,
@@ -103,36 +92,14 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
     tl.store(out + rank, found, mask=(ids < total) & (rank < K))
 
 
-@triton.jit
-def put_equal(out, logits, counters, n, table, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr):
-    """Store the tokens whose scores equal the bound by position, as many as there are places behind the list's."""
-    bound = tl.load(counters + BOUND_AT)
-    listed = tl.load(counters + SCORE_BINS * COUNTER_STRIDE)
-    ids = tl.arange(0, NUM_PIECES)
-    counts = tl.load(counters + PIECES_AT + ids, mask=ids * PIECE < n, other=0)
-    for piece in range(tl.program_id(0), tl.cdiv(n, PIECE), SCORE_BINS):
-        before = listed + tl.sum(tl.where(ids < piece, counts, 0), 0)
-        end = before + tl.sum(tl.where(ids == piece, counts, 0), 0)
-        first = piece * PIECE
-        while (before < tl.minimum(end, K)) & (first < n):
-            positions = first + tl.arange(0, MINE)
-            scores = tl.load(logits + positions, mask=positions < n, other=0.0)
-            equal = (positions < n) & (ordered(scores, NAN_FIRST) == bound)
-            rank = before + tl.cumsum(equal.to(tl.int32), 0) - 1
-            before += tl.sum(equal.to(tl.int32), 0)
-            equal = equal & (rank < K)
-            tl.store(out + rank, slot_of(table, positions, equal, SLOTS), mask=equal)
-            first += MINE
-
-
 @triton.jit(do_not_specialize=INTEGERS)
 def rank_kernel(
     listed, classes, counters, logits, seq_lens, table, out, errors, first_row, num_rows, width, next_n,
-    K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr,
+    K: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Rank a bin of a row, or a 1 / SCORE_BINS share of its list; store the error, and -1 from the n-th place on.
 
-    NAN_FIRST: as torch does; rows of up to SHORT tokens are in the order of its sort.
+    logits: the scores for short rows in torch's order; None to rank these like all others.
     """
     own = tl.program_id(1)
     part = tl.program_id(0)
@@ -147,15 +114,13 @@ def rank_kernel(
         tl.store(out + ids, -1, mask=(ids >= n) & (ids < K))
     if n == 0:
         return
-    logits += own.to(tl.int64) * width * PAGE
-    if NAN_FIRST:
+    if logits is not None:
         if n <= SHORT:
             if part == 0:
-                sort_as_torch(out, logits, n, table, SLOTS)
+                sort_as_torch(out, logits + own.to(tl.int64) * width * PAGE, n, table, SLOTS)
             return
     ids = tl.arange(0, SCORE_BINS)
     sizes = tl.load(counters + ids * COUNTER_STRIDE)
-    tied = tl.load(counters + TIED_AT)
     classes += own * (SCORE_BINS * CAPACITY)
     if tl.max(sizes, 0) <= CAPACITY:
         size = tl.sum(tl.where(ids == part, sizes, 0), 0)
@@ -170,6 +135,3 @@ def rank_kernel(
             listed = classes
         for first in range(part * MINE, total, SCORE_BINS * MINE):
             rank_and_put(out, listed, first, total, table, 0, K, SLOTS)
-    if tied == 0:
-        return
-    put_equal(out, logits, counters, n, table, K, SLOTS, NAN_FIRST)

@@ -31,15 +31,12 @@ NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row, at most
 KEY_SHIFT: tl.constexpr = tl.constexpr(16)
 TOP_LEVEL: tl.constexpr = tl.constexpr(7)  # groups of 1 << level tokens, which a tile holds; longer rows have none
 
-# Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list, then
-# whether scores that equal the bound are counted apart, and the bound; how many there are of each PIECE tokens.
+# Counters of a row for `kernel_candidates`: the entries of each bin of its list, then those of the whole list.
 SCORE_BINS: tl.constexpr = tl.constexpr(32)
-COUNTER_STRIDE: tl.constexpr = tl.constexpr(8)  # in a sector of the L2: one counter in each, or their atomics queue up
-NUM_CLEARED: tl.constexpr = tl.constexpr(512)
-PIECES_AT: tl.constexpr = tl.constexpr(512)
-NUM_PIECES: tl.constexpr = tl.constexpr(256)
-NUM_COUNTERS: tl.constexpr = tl.constexpr(768)
-PIECE: tl.constexpr = tl.constexpr(1024)
+COUNTER_STRIDE: tl.constexpr = tl.constexpr(
+    8
+)  # int32 in a sector of the L2: one counter in each, or their atomics queue up
+NUM_COUNTERS: tl.constexpr = tl.constexpr(512)
 
 INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
 
@@ -83,7 +80,7 @@ def clear(counters, num_rows):
     """Set the counters of all rows, if there are any, to zero, each program its share of them."""
     if counters is not None:
         for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_CLEARED), 0)
+            tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS), 0)
 
 
 @triton.jit
