@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from envoi.ops.indexer import kernel_order, kernel_select
+from envoi.ops.indexer import fast, kernel_order
 from envoi.ops.indexer.fast import Order
 from tests.indexer.rows import hostile_rows, wrong_rows
 
 KINDS = dict(hostile_rows(torch.Generator().manual_seed(0), (700, 9000)))
-LONG = dict(hostile_rows(torch.Generator().manual_seed(1), (17000, 40000)))
-TIED = ["equal", "a sixteenth zero", "a sixteenth best", "few values", "ties at the boundary", "mostly -inf", "inf"]
 LENGTHS = (0, 1, 33, 511, 512, 513, 4096, 8191, 8192, 8193)
 
 
@@ -22,34 +20,38 @@ def test_kinds(kind):
     assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
 
 
-@pytest.mark.parametrize("kind", LONG)
-def test_kinds_of_long_rows(kind):
-    assert wrong_rows(LONG[kind], 512, Order(slots=False, by_score=False)) == []
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(fast, "at_once", lambda *_: True)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "NaN", "inf", "a sixteenth zero"])
+def test_kinds_at_once(kind, at_once):
+    assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
+
+
+BEST_FIRST = ["equal", "NaN", "inf", "one bucket", "huge and tiny"]
+
+
+@pytest.mark.parametrize("kind", BEST_FIRST)
+def test_best_first(kind):
+    assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
+
+
+@pytest.mark.parametrize("kind", [*BEST_FIRST, "neighbours alike", "rising and falling"])
+def test_best_first_at_once(kind, at_once):
+    assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
 
 
 def refuse(*_):
     raise AssertionError("the slow path")
 
 
-@pytest.mark.parametrize("kind", TIED)
-def test_long_rows_with_ties_are_read_once(kind, monkeypatch):
-    monkeypatch.setattr(kernel_select, "choose_from_memory", refuse)
-    assert wrong_rows(LONG[kind], 512, Order(slots=True, by_score=False)) == []
-
-
 @pytest.mark.parametrize("kind", ["a sixteenth best", "few values"])
-def test_ties_are_not_compared(kind, monkeypatch):
+def test_ties_are_not_compared(kind, at_once, monkeypatch):
     monkeypatch.setattr(kernel_order, "put_by_bins", refuse)
     rows_of_kind = dict(hostile_rows(torch.Generator().manual_seed(2), (1500, 4000)))[kind]
     assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=True)) == []
-
-
-BEST_FIRST = ["NaN", "one bucket", "huge and tiny", "neighbours alike", "rising and falling"]
-
-
-@pytest.mark.parametrize("kind", BEST_FIRST)
-def test_best_first(kind):
-    assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
 
 
 @pytest.mark.parametrize("by_score", [True, False])

@@ -34,9 +34,6 @@ SHARED_ROWS = 4  # of a request, scored against a tile of keys while it is in sh
 SHARED_STAGES = 2  # as three programs of an SM have room for beside four rows' queries
 CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
 LONG_CHUNK = 8192  # or, of longer ones, these at a time
-# Of so many scores the registers don't keep two programs off an SM, where the first to be idle would get several while
-# others have none: 128 rows of 3000 took 29.9 us instead of 26.0. The code for long rows, compiled in, asks for enough.
-CROWDED = 4096
 SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
 PARTS = 4  # programs that select from a long row
 FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
@@ -124,6 +121,19 @@ def by_candidates(p: Problem, order: Order) -> bool:
     if order.any:
         return p.num_rows <= FEW_ROWS and p.max_length > CHUNKS[-1]
     return order.by_score and p.max_length > LONG_CHUNK
+
+
+def at_once(p: Problem, order: Order, early: bool) -> bool:
+    """Tell whether `select_kernel` is compiled without code for long rows, where that was measured to be faster.
+
+    Not where it leaves so few registers a program that the first idle SM gets several while others have none: 128 rows
+    of 3000 tokens took 29.9 us instead of 26.0. early: it is launched before the scores' end, as it was measured.
+    """
+    if not early or p.max_length > CHUNKS[-1]:
+        return False
+    if order.by_score:
+        return 2 * p.num_rows <= num_sms(p.q.device)
+    return p.max_length > CHUNKS[0] or p.num_rows > MANY_ROWS
 
 
 def rows_that_fit(p: Problem, candidates: bool = False) -> int:
@@ -284,7 +294,7 @@ def select_arguments(
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
         p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
-        chunk == CROWDED and not order.by_score,
+        at_once(p, order, early),
     ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 

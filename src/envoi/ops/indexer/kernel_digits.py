@@ -74,24 +74,6 @@ def seats(room, flags):
 
 
 @triton.jit
-def seats_of_pairs(room, even, odd):
-    """Return how many flags of pairs [ROWS, LANES] are set before each pair, in order; their number -> LENGTH."""
-    lanes = tl.arange(0, LANES)[None, :]
-    evens = tl.xor_sum(even.to(tl.int32) << lanes, 1)[:, None]
-    odds = tl.xor_sum(odd.to(tl.int32) << lanes, 1)[:, None]
-    rows = tl.arange(0, even.shape[0])[:, None]
-    before = before_rows(room, rows, popcount(evens) + popcount(odds))
-    return before + popcount(evens & ((1 << lanes) - 1)) + popcount(odds & ((1 << lanes) - 1))
-
-
-@triton.jit
-def clear(room, base):
-    """Set a set of bins to zero. base: of the set."""
-    bins = tl.arange(0, BINS)
-    put(room, base + bins, bins * 0, bins >= 0)
-
-
-@triton.jit
 def radix_of(key):
     """Map keys, int32 in the order of scores, to uint32 in the opposite order."""
     return (key ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)

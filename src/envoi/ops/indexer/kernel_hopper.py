@@ -328,20 +328,6 @@ def score_rows(tile, queries, lengths, args, zero, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def score_fp4_rows(tile, queries, lengths, args, zero, HEADS: gl.constexpr):
-    """Score a tile of keys in FP4, widened in registers, for a block's rows, one after the other: that is faster."""
-    heads = gl.arange(0, zero.shape[1], gl.SliceLayout(0, zero.type.layout))
-    for nth in range(tile.num):
-        seen = tile.n - (tile.num - 1 - nth)
-        if (seen > tile.token) & (seen > lengths.least):
-            at = (lengths.first_row + tile.row + nth).to(gl.int64)
-            weight = load_weights(args.weights, at, heads, HEADS)
-            products = warpgroup_mma(tile.keys, queries.index(nth).permute((1, 0)), zero, use_acc=False)
-            s = score_of_positive(products, tile.scale, weight)
-            keep_scores(args, s, tile.row + nth, tile.token, seen, lengths.width)
-
-
-@gluon.jit
 def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Score every tile of this program: a role of four warps."""
     fp4: gl.constexpr = stages.pages.dtype == gl.int32
@@ -386,7 +372,14 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
                 s = score(products, scale, weight)
             keep_scores(args, s, row, token, n, lengths.width)
         elif fp4:
-            score_fp4_rows(Tile(keys, scale, row, num, token, n), queries, lengths, args, zero, HEADS)
+            for nth in range(num):  # one after the other, which is faster with keys that are widened in registers
+                seen = n - (num - 1 - nth)
+                if (seen > token) & (seen > lengths.least):
+                    at = (lengths.first_row + row + nth).to(gl.int64)
+                    own = load_weights(args.weights, at, heads, HEADS)
+                    products = warpgroup_mma(keys, queries.index(nth).permute((1, 0)), zero, use_acc=False)
+                    s = score_of_positive(products, scale, own)
+                    keep_scores(args, s, row + nth, token, seen, lengths.width)
         else:
             scale = factors.index(stage).load(gl.SliceLayout(1, layout))
             score_rows(Tile(keys, scale, row, num, token, n), queries, lengths, args, zero, HEADS)

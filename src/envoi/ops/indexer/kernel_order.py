@@ -102,11 +102,11 @@ def sort_by_radix(room, r, position):
 
 
 @triton.jit
-def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
+def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr, SORTS: tl.constexpr):
     """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
     Each is counted against those of its bin; bins of equal width between the least and the greatest score, or, if the
-    scores are a distribution's tail (steep), narrower near the least. If a bin has more than ALIKE, all are sorted.
+    scores are a distribution's tail (steep), narrower near the least. SORTS: if a bin has more than ALIKE, all are sorted.
     """
     ids = tl.arange(0, BINS)
     valid = ids < num
@@ -124,13 +124,16 @@ def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
     bins = tl.where(most > least, bins, ids)  # equal scores alone are in order
     bins = tl.where(valid, bins, BINS)
     add(room, SECOND + bins)
-    tl.debug_barrier()
-    if tl.max(tl.where(valid, get(room, SECOND + bins), 0), 0) > ALIKE:
-        sort_by_radix(room, tl.where(valid, r, BEHIND), position)
-        _, position = get2(room, PAIRS_AT + ids)
-        tl.store(out + ids, slot_of(table, position, valid, SLOTS), mask=valid)
-    else:
+    if not SORTS:
         put_by_bins(room, out, table, r, position, bins, valid, SLOTS)
+    else:
+        tl.debug_barrier()
+        if tl.max(tl.where(valid, get(room, SECOND + bins), 0), 0) > ALIKE:
+            sort_by_radix(room, tl.where(valid, r, BEHIND), position)
+            _, position = get2(room, PAIRS_AT + ids)
+            tl.store(out + ids, slot_of(table, position, valid, SLOTS), mask=valid)
+        else:
+            put_by_bins(room, out, table, r, position, bins, valid, SLOTS)
 
 
 @triton.jit

@@ -9,8 +9,6 @@
     n <= CHUNK                 r of all scores in registers; kth
     n <= NUM_GROUPS << LEVELS  a bound from the best of each group of neighbours, whose kth k groups reach; the scores
                                of these groups that reach it -> a list in shared memory; its r in registers; kth
-    the same, many groups      exactly the k best groups, of equal ones the lower: no token of others can be chosen;
-    as good as the kth         of the scores that equal the bound no more are listed than of the groups
     longer, or a full list     r of all scores from memory, four times
 
 A scan gives every chosen token its place: the result is in the order of positions by itself, and of equal scores the
@@ -33,16 +31,16 @@ from envoi.ops.indexer.kernel_digits import (
     LENGTH,
     PAIRS_AT,
     SECOND,
-    clear,
+    before_rows,
     count,
     find,
     float_of,
     grid,
     kth,
     load_radix,
+    popcount,
     radix_of,
     seats,
-    seats_of_pairs,
     shift_of,
 )
 from envoi.ops.indexer.kernel_order import SHORT, put_best_first, slot_of, sort_as_torch
@@ -83,39 +81,19 @@ class Parts(NamedTuple):
     part: Any
 
 
-class Bound(NamedTuple):
-    """Bound of what is listed: a radix, and how many that equal it are wanted at most, or -1: all."""
-
-    radix: Any
-    equals: Any
-
-
 @triton.jit
 def list_groups(room, groups, n, level, K: tl.constexpr):
-    """List the groups that reach the k-th best group, in order; return the Bound, and how many they are.
-
-    If they are too many, or the bound isn't a number, the k best are listed, of equal ones the lower.
-    """
+    """List the groups that reach the k-th best group, in order; return the bound, and how many they are."""
     ids = grid(NUM_GROUPS // LANES)
     num = tl.cdiv(n, 1 << level)
     keys = tl.load(groups + ids, mask=ids // 4 < tl.cdiv(num, 4), other=0)
     r = tl.where(ids < num, radix_of(keys), BEHIND)
-    low, wanted, _ = kth(room, r, n * 0 + K, 2)
+    low, _, _ = kth(room, r, n * 0 + K, 2)
     bound = low | 0x3FF
-    equals = n * 0 - 1
     seat = seats(room, r <= bound)
-    if (get(room, n * 0 + LENGTH) > MOST_GROUPS) | (float_of(bound) <= -LARGEST):
-        count(room, 0, r, low, 2)
-        digit, better, _ = find(room, 0, wanted)
-        bound = low + digit.to(tl.uint32)
-        equals = wanted - better
-        listed = (r < bound) | ((r == bound) & (seats(room, r == bound) < equals))
-        put(room, GROUPS_AT + seats(room, listed), ids, listed)
-        clear(room, 0)
-    else:
-        put(room, GROUPS_AT + seat, ids, r <= bound)
+    put(room, GROUPS_AT + seat, ids, (r <= bound) & (seat < MOST_GROUPS))
     tl.debug_barrier()
-    return Bound(bound, equals), get(room, n * 0 + LENGTH)
+    return bound, get(room, n * 0 + LENGTH)
 
 
 @triton.jit
@@ -144,44 +122,31 @@ def reaches(x, bound, NAN_FIRST: tl.constexpr):
 
 
 @triton.jit
-def list_members(
-    room, row, bound, begin, end, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, TIED: tl.constexpr
-):  # fmt: skip
-    """List those scores of the groups begin to end - 1 that reach a Bound, with positions; return how many they are.
+def list_members(room, row, bound, begin, end, level, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
+    """List those scores of the groups begin to end - 1 that reach the bound, with positions; return how many they are.
 
-    TIED: not all that equal the bound are wanted. Scores are loaded as one dimension, so that neighbouring lanes load
-    neighbouring scores.
+    Scores are loaded as one dimension, so that neighbouring lanes load neighbouring scores.
     """
     PAIRS: tl.constexpr = CHUNK // 2
     ROWS: tl.constexpr = PAIRS // LANES
     total = end * 0
-    equal = end * 0
-    level = level_of(row.n)
     end = end << level
     begin = begin << level
     next_even, next_odd = load_members(row, member(room, begin, end, level, PAIRS))
+    lanes = tl.arange(0, LANES)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
     for first in range(begin, end, CHUNK):
         even = tl.reshape(next_even, (ROWS, LANES))
         odd = tl.reshape(next_odd, (ROWS, LANES))
         next_even, next_odd = load_members(row, member(room, first + CHUNK, end, level, PAIRS))
         position = tl.reshape(member(room, first, end, level, PAIRS), (ROWS, LANES))
-        keep_even = position < row.n
-        keep_odd = position + 1 < row.n
-        if not TIED:
-            keep_even = keep_even & reaches(even, float_of(bound.radix), NAN_FIRST)
-            keep_odd = keep_odd & reaches(odd, float_of(bound.radix), NAN_FIRST)
-        else:
-            r_even = radix_of(ordered(even, NAN_FIRST))
-            r_odd = radix_of(ordered(odd, NAN_FIRST))
-            equals_even = keep_even & (r_even == bound.radix)
-            equals_odd = keep_odd & (r_odd == bound.radix)
-            rank = equal + seats_of_pairs(room, equals_even, equals_odd)
-            equal += get(room, begin * 0 + LENGTH)
-            keep_even = keep_even & ((r_even < bound.radix) | (equals_even & (rank < bound.equals)))
-            rank += equals_even.to(tl.int32)
-            keep_odd = keep_odd & ((r_odd < bound.radix) | (equals_odd & (rank < bound.equals)))
-        seat = total + seats_of_pairs(room, keep_even, keep_odd)
+        keep_even = reaches(even, bound, NAN_FIRST) & (position < row.n)
+        keep_odd = reaches(odd, bound, NAN_FIRST) & (position + 1 < row.n)
+        evens = tl.xor_sum(keep_even.to(tl.int32) << lanes, 1)[:, None]
+        odds = tl.xor_sum(keep_odd.to(tl.int32) << lanes, 1)[:, None]
+        before = total + before_rows(room, rows, popcount(evens) + popcount(odds))
         total += get(room, begin * 0 + LENGTH)
+        seat = before + popcount(evens & ((1 << lanes) - 1)) + popcount(odds & ((1 << lanes) - 1))
         put2(room, PAIRS_AT + seat, even, position, keep_even & (seat < MOST))
         seat += keep_even.to(tl.int32)
         put2(room, PAIRS_AT + seat, odd, position + 1, keep_odd & (seat < MOST))
@@ -297,35 +262,6 @@ def take_over(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def join_lists(room, parts, bound, NAN_FIRST: tl.constexpr, PARTS: tl.constexpr):
-    """Join the lists of all parts, of scores that equal a Bound only the first: scores, positions, how many they are.
-
-    Each part has listed as many equals as are wanted of all.
-    """
-    ids = grid(LISTED // LANES)
-    total = parts.part * 0
-    equal = parts.part * 0
-    for nth in range(PARTS):
-        size = tl.load(parts.lists + PARTS * (2 * MOST) + nth)
-        total += tl.where(size > MOST, MOST + 1, 0)  # something of it was left out
-        inside = ids < tl.minimum(size, MOST)
-        at = parts.lists + nth * (2 * MOST) + ids
-        x = tl.load(at, mask=inside, other=0)
-        position = tl.load(at + MOST, mask=inside, other=0)
-        r = radix_of(ordered(x.to(tl.float32, bitcast=True), NAN_FIRST))
-        equals = inside & (r == bound.radix)
-        rank = equal + seats(room, equals)
-        equal += get(room, parts.part * 0 + LENGTH)
-        keep = inside & ((r < bound.radix) | (equals & (rank < bound.equals)))
-        seat = total + seats(room, keep)
-        total += get(room, parts.part * 0 + LENGTH)
-        put2(room, PAIRS_AT + seat, x, position, keep & (seat < MOST))
-    tl.debug_barrier()
-    at = 2 * PAIRS_AT + 2 * tl.where(ids < MOST, ids, 0)
-    return get(room, at).to(tl.float32, bitcast=True), get(room, at + 1), total
-
-
-@triton.jit
 def choose_from_groups(
     room, row, parts, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -336,23 +272,29 @@ def choose_from_groups(
     """
     level = level_of(row.n)
     bound, num = list_groups(room, row.groups, row.n, level, K)
+    bound_score = float_of(bound)
     share = tl.cdiv(num, PARTS)
-    begin = tl.minimum(share * parts.part, num)
-    end = tl.minimum(begin + share, num)
-    if bound.equals < 0:
-        total = list_members(room, row, bound, begin, end, NAN_FIRST, CHUNK, False)
+    total = row.n
+    if (num <= MOST_GROUPS) & (bound_score > -LARGEST):
+        begin = tl.minimum(share * parts.part, num)
+        total = list_members(room, row, bound_score, begin, tl.minimum(begin + share, num), level, NAN_FIRST, CHUNK)
+    last = row.n > 0
+    fits = total <= MOST
+    if PARTS > 1:
+        last = hand_over(room, parts, total, PARTS)
+        fits = row.n < 0
+        if last:
+            tl.debug_barrier()
+            x, position, total = take_over(parts, PARTS)
+            fits = total <= MOST
+            if fits:
+                choose_listed(room, x, position, total, K, BY_SCORE, NAN_FIRST)
     else:
-        total = list_members(room, row, bound, begin, end, NAN_FIRST, CHUNK // 2, True)
-    last = hand_over(room, parts, total, PARTS)
-    fits = row.n < 0
-    if last:
-        tl.debug_barrier()
-        x, position, total = take_over(parts, PARTS)
-        if (total > MOST) & (bound.equals >= 0):
-            x, position, total = join_lists(room, parts, bound, NAN_FIRST, PARTS)
-        fits = total <= MOST
         if fits:
-            choose_listed(room, x, position, total, K, BY_SCORE, NAN_FIRST)
+            ids = grid(LISTED // LANES)
+            at = 2 * PAIRS_AT + 2 * tl.where(ids < total, ids, 0)
+            x = get(room, at).to(tl.float32, bitcast=True)
+            choose_listed(room, x, get(room, at + 1), total, K, BY_SCORE, NAN_FIRST)
     return last, fits
 
 
@@ -360,8 +302,7 @@ def choose_from_groups(
 def select_kernel(
     logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, PLACES: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
-    LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    CROWDED: tl.constexpr,
+    LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
 
@@ -370,7 +311,8 @@ def select_kernel(
     first, else by position; then rows of up to K tokens need no logits. NAN_FIRST: as torch does; rows of up to
     SHORT tokens are in the order of its sort. EARLY: launched before the scores' kernel ends. PARTS: programs of a
     long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each part scores and positions, then all parts'
-    lengths. counters [rows]: zero before and after.
+    lengths. counters [rows]: zero before and after. AT_ONCE: no row is longer than CHUNK, so code for long rows is left
+    out; and many equal scores are sorted.
     """
     words.declare()
     own = tl.program_id(0)
@@ -388,8 +330,8 @@ def select_kernel(
     tl.store(errors + row, tl.where(seen < 0, BAD_LENGTH, tl.where(good, 0, BAD_PAGE)))
     n = tl.where(good, n, 0)
     bins = tl.arange(0, BINS)
-    clear(room, 0)
-    clear(room, SECOND)
+    put(room, bins, bins * 0, bins >= 0)
+    put(room, SECOND + bins, bins * 0, bins >= 0)
     tl.debug_barrier()
     is_long = (n > CHUNK) & (n <= (NUM_GROUPS << LEVELS))
     if (part > 0) & (is_long == 0):
@@ -398,10 +340,10 @@ def select_kernel(
         gdc_wait()
     last = part == 0
     if n > K:
-        if (n <= CHUNK) | (PARTS == 1 and not CROWDED):
+        if (n <= CHUNK) | AT_ONCE:
             ids = grid(CHUNK // LANES)
             choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
-        elif PARTS > 1 or CROWDED:
+        elif not AT_ONCE:
             done = n < 0
             if is_long:
                 parts = Parts(lists + own * (PARTS * (2 * MOST + 1)), counters + own, part)
@@ -422,7 +364,7 @@ def select_kernel(
         if NAN_FIRST & (n <= SHORT):
             sort_as_torch(out, logits, n, table, SLOTS)
         else:
-            put_best_first(room, out, table, tl.minimum(n, K), n > K, SLOTS)
+            put_best_first(room, out, table, tl.minimum(n, K), n > K, SLOTS, AT_ONCE)
     else:
         place = tl.arange(0, PLACES)
         position = place
