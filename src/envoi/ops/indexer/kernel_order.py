@@ -106,7 +106,8 @@ def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr, SORTS: tl.
     """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
     Each is counted against those of its bin; bins of equal width between the least and the greatest score, or, if the
-    scores are a distribution's tail (steep), narrower near the least. SORTS: if a bin has more than ALIKE, all are sorted.
+    scores are a distribution's tail (steep), narrower near the least. SORTS: if a bin has more than ALIKE, all are
+    sorted.
     """
     ids = tl.arange(0, BINS)
     valid = ids < num

@@ -12,7 +12,8 @@
     longer, or a full list     r of all scores from memory, four times
 
 A scan gives every chosen token its place: the result is in the order of positions by itself, and of equal scores the
-lower positions are chosen. Best first: the chosen are divided into bins by value, and counted within their bins.
+lower positions are chosen. Best first: the chosen are divided into bins by value, and counted within their bins;
+with AT_ONCE many that are equal are sorted.
 """
 
 from typing import Any, NamedTuple
