@@ -62,8 +62,10 @@ BASELINES = {
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "vllm_torch_topk": "FP8 scores of the DeepGEMM that vLLM bundles, and torch.topk of them: positions, best first",
     "vllm_cooperative_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, and its cooperative_topk: the set of "
-    "positions in any order, where Envoi gives slots best first",
+    "positions in any order, where Envoi gives slots, in cases named batch best first",
     "vllm_persistent_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, and its persistent_topk: a set too",
+    "vllm_per_row_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, of keys in one piece, and its "
+    "top_k_per_row_prefill: a set too",
     "vllm_router": "torch's matmul (float32 logits if the rule has groups), and vLLM's grouped_topk or topk_softmax",
     "flashinfer_router": "FlashInfer's router GEMM to 16 tokens, above torch's, and its fused_topk_deepseek",
     "unordered": 'Envoi with order="any": the same set, not best first',

@@ -143,9 +143,15 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """Workloads of an indexer case, at least one; times are means over them."""
+    """Workloads of an indexer case, at least one; times are means over them.
+
+    k: tokens that are chosen, in this order; block: tokens of a block, of which then k are chosen; 0 for none.
+    """
 
     workloads: tuple[Workload, ...]
+    order: str = "score"
+    k: int = 2048
+    block: int = 0
 
 
 @dataclass(frozen=True)
@@ -346,8 +352,11 @@ def moe_name(s: MoeShape) -> str:
     return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{how}"
 
 
+MIXED = (65536, 1024, 300, 20000) * 4  # lengths of requests
+
+
 def _indexer_cases(suite: str) -> list[Case]:
-    return [
+    found = [
         Case(suite, f"{len(workloads())} workloads (mean)", IndexerShape(workloads())),
         Case(suite, "batch 1x131072", IndexerShape((one((131072,)),))),
         Case(suite, "batch 32x32768", IndexerShape((one((32768,) * 32),))),
@@ -355,3 +364,44 @@ def _indexer_cases(suite: str) -> list[Case]:
         Case(suite, "batch 16x4096", IndexerShape((one((4096,) * 16),))),
         Case(suite, "batch 2x4096", IndexerShape((one((4096,) * 2),)), False, True),
     ]
+    return found if suite == "indexer_exact" else [*found, *_set_cases(suite), *_prefill_cases(suite)]
+
+
+def _set_cases(suite: str) -> list[Case]:
+    """Return sets in any order: of several sizes, numbers of heads, keys in FP4, and of blocks."""
+    long = (32768,) * 32
+    sizes = {"1x131072": (131072,), "32x32768": long, "64x8192": (8192,) * 64, "16x4096": (4096,) * 16,
+             "16xmixed": MIXED}  # fmt: skip
+    return [
+        *(Case(suite, f"set {name}", IndexerShape((one(lengths),), "any")) for name, lengths in sizes.items()),
+        *(
+            Case(suite, f"set 32x32768 heads={heads}", IndexerShape((one(long, num_heads=heads),), "any"))
+            for heads in (4, 16, 32)
+        ),
+        Case(
+            suite, "set 32x32768 heads=32 fp4 k=512", IndexerShape((one(long, num_heads=32, fp4=True),), "any", 512)
+        ),
+        Case(
+            suite, "blocks of 8 32x32768 heads=32 fp4",
+            IndexerShape((one(long, num_heads=32, fp4=True),), "any", 2048, 8),
+        ),
+        Case(suite, "set 3x700 heads=4 k=128", IndexerShape((one((700,) * 3, num_heads=4),), "any", 128), False, True),
+        Case(
+            suite, "blocks of 8 2x700 heads=4 fp4",
+            IndexerShape((one((700,) * 2, num_heads=4, fp4=True),), "any", 20, 8), False, True,
+        ),
+    ]  # fmt: skip
+
+
+def _prefill_cases(suite: str) -> list[Case]:
+    """Return sets of many query rows of a request: each row sees one key more than the one before."""
+    sizes = (64, 4096, 4096), (64, 4096, 16384), (64, 4096, 65536), (32, 4096, 16384)
+    return [
+        *(
+            Case(suite, f"prefill {rows}x{keys} heads={heads}",
+                 IndexerShape((one((keys,), num_heads=heads, next_n=rows),), "any"))
+            for heads, rows, keys in sizes
+        ),
+        Case(suite, "prefill 5x300 heads=8 k=128",
+             IndexerShape((one((300,), num_heads=8, next_n=5),), "any", 128), False, True),
+    ]  # fmt: skip

@@ -90,6 +90,40 @@ def vllm_topk(
     return by_torch if select == "torch_topk" else by_vllm
 
 
+def vllm_prefill(
+    select: str, q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor,
+    k: int,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """Return a call of FP8 scores of many queries by the DeepGEMM that vLLM bundles, and of a top-k of them.
+
+    q [M, H, 128]; keys [N, 128] and scales [N] in one piece, not in pages; seen [M] int32: how many keys a query sees.
+    select: as in `vllm_topk`, or "top_k_per_row_prefill". Raises ModuleNotFoundError if vLLM isn't installed.
+    """
+    deep_gemm: Any = importlib.import_module("vllm.third_party.deep_gemm")
+    import_operators()
+    num_rows, num_keys, begins = len(q), len(keys), torch.zeros_like(seen)
+    chosen = torch.empty(num_rows, k, dtype=torch.int32, device=q.device)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+
+    def scores() -> torch.Tensor:
+        return deep_gemm.fp8_fp4_mqa_logits((q, None), (keys, scales), weights, begins, seen, num_keys)
+
+    def by_torch() -> torch.Tensor:
+        found = scores()[:, :num_keys]
+        behind = torch.arange(num_keys, device=q.device) >= seen.unsqueeze(1)
+        return found.masked_fill_(behind, -torch.inf).topk(min(k, num_keys)).indices
+
+    def by_vllm() -> torch.Tensor:
+        found = scores()
+        if select == "top_k_per_row_prefill":
+            torch.ops._C.top_k_per_row_prefill(found, begins, seen, chosen, num_rows, *found.stride(), k)
+        else:
+            getattr(torch.ops._C, select)(found, seen, chosen, workspace, k, num_keys)
+        return chosen
+
+    return by_torch if select == "torch_topk" else by_vllm
+
+
 # The router
 
 

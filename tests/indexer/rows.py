@@ -95,6 +95,8 @@ def hostile_rows(source: torch.Generator, lengths: tuple[int, ...]) -> Iterator[
     yield "mostly -inf", [some(n, -3.0, -INF) for n in lengths]
     yield "one bucket", [100 + 1e-4 * normal(n) for n in lengths]
     yield "few values", [(10 * normal(n)).round() for n in lengths]
+    yield "a sixteenth zero", [some(n, 1.534, 0.0) for n in lengths]
+    yield "a sixteenth best", [-some(n, 1.534, 0.0).abs() for n in lengths]
     yield "ties at the boundary", [torch.where(normal(n) > 2, 2.0, full(n, 1.0)) for n in lengths]
     yield "rising and falling", [s * torch.arange(n, device=device) for n in lengths for s in (1.0, -1.0)]
     yield "neighbours alike", [normal(n // 16 + 1).repeat_interleave(16)[:n] + 1e-3 * normal(n) for n in lengths]

@@ -367,6 +367,21 @@ def test_launches_of_many_rows(next_n):
         assert block == 1 or rows > fast.MANY_ROWS
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "by_score", "early", "expected"),
+    [
+        (1, 65, False, True, True), (1, 256, False, True, True), (1, 257, False, True, False),
+        (512, 64, False, True, False), (513, 64, False, True, True), (66, 128, True, True, True),
+        (67, 128, True, True, False), (1, 256, False, False, False), (1, 64, True, False, False),
+    ],
+)  # fmt: skip
+def test_code_for_long_rows_is_left_out_where_that_is_faster(rows, width, by_score, early, expected):
+    """Check the rule for an H200's 132 SMs; width: pages of 64 tokens."""
+    q, table = torch.empty(rows, 64, 128, device="meta"), torch.empty(rows, width, device="meta")
+    p = fast.Problem(q, torch.empty(1, 64, 1, 132, device="meta"), q, table, table, 512, 1)
+    assert fast.at_once(p, fast.Order(slots=True, by_score=by_score), early) is expected
+
+
 def test_prefill_of_other_lengths_takes_the_same_kernels():
     def kernels(next_n: int) -> set:
         call = partial(call_of_fast, "any", 1024, next_n)

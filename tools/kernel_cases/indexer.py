@@ -84,6 +84,10 @@ KERNELS = (
         partial(call_of_fast, "position", SHORT), "select_kernel",
     ),
     case_of(
+        "indexer-select-short-prefill", "the same, of the rows of a prefill", HOPPER,
+        partial(call_of_fast, "position", SHORT, 2048), "select_kernel",
+    ),
+    case_of(
         "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER,
         partial(call_of_fast, "position", 256), "select_kernel",
     ),
@@ -108,6 +112,10 @@ KERNELS = (
     case_of(
         "indexer-select-best-first", "the k best, best first", HOPPER, partial(call_of_fast, "score", SHORT),
         "select_kernel",
+    ),
+    case_of(
+        "indexer-select-best-first-many", "the same, of more rows than half of the SMs", HOPPER,
+        partial(call_of_fast, "score", SHORT, next_n=128), "select_kernel",
     ),
     case_of(
         "indexer-select-portable", "the k best, best first, launched after the scores", EVERY_ARCH,

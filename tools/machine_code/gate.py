@@ -53,13 +53,10 @@ BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is bet
 ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
 IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 2 of it are in the loop over K, whose time nobody measured"
 TOLD = "the corner of a tile, addresses, a lookup table; once a tile or once a launch, none in the loop over K"
-HELD = "a thread holds 32 scores between passes over them; yet 40 rows of 12000 take 34 us on an H200, by lists 48"
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
         "experts-both-gemms-sent sm_90": Known(2, 2, TOLD),
-        "indexer-select-16384 sm_90": Known(120, 105, HELD),
-        "indexer-scores-sm90-4-rows-listed sm_90": Known(2, 2, ONCE_A_TILE),
     },
     "3.8.0": {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),

@@ -26,13 +26,18 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of an input. lengths: tokens of each request; scattered: pages out of order; num_pages: of the cache."""
+    """Sizes of an input. lengths: tokens of each request; scattered: pages out of order; num_pages: of the cache.
+
+    next_n: query rows of each request; fp4: keys in FP4.
+    """
 
     lengths: tuple[int, ...]
     scattered: tuple[bool, ...]
     seed: int
     num_pages: int = NUM_PAGES
     num_heads: int = 64
+    next_n: int = 1
+    fp4: bool = False
 
     @property
     def width(self) -> int:
@@ -42,18 +47,20 @@ class Workload:
     def tensors(self, device: torch.device | str = "cpu") -> Tensors:
         """Make q, k_cache, weights, seq_lens, block_table for `envoi.indexer_topk`; caches of a size are shared."""
         source = torch.Generator().manual_seed(self.seed)
-        q = (2 * torch.randn(len(self.lengths), self.num_heads, HEAD_DIM, generator=source)).to(torch.float8_e4m3fn)
-        weights = torch.randn(len(self.lengths), self.num_heads, generator=source)
+        rows = len(self.lengths) * self.next_n
+        q = (2 * torch.randn(rows, self.num_heads, HEAD_DIM, generator=source)).to(torch.float8_e4m3fn)
+        weights = torch.randn(rows, self.num_heads, generator=source)
         seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
         table = block_table(self.lengths, self.scattered, self.num_pages, self.width, self.seed)
         rest = (x.to(device) for x in (weights, seq_lens, table))
-        return (q.to(device), random_cache(self.num_pages, str(device)), *rest)  # pyright: ignore[reportReturnType]
+        cache = (random_fp4_cache if self.fp4 else random_cache)(self.num_pages, str(device))
+        return (q.to(device), cache, *rest)  # pyright: ignore[reportReturnType]
 
 
-def one(lengths: tuple[int, ...], seed: int = 0, num_heads: int = 64) -> Workload:
+def one(lengths: tuple[int, ...], seed: int = 0, num_heads: int = 64, next_n: int = 1, fp4: bool = False) -> Workload:
     """Make a workload of these lengths on scattered pages, in a cache no larger than it needs."""
     num_pages = max(1, sum(map(pages_of, lengths)))
-    return Workload(lengths, (True,) * len(lengths), seed, num_pages, num_heads)
+    return Workload(lengths, (True,) * len(lengths), seed, num_pages, num_heads, next_n, fp4)
 
 
 @lru_cache(maxsize=4)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from envoi.ops.indexer import fast, kernel_order
 from envoi.ops.indexer.fast import Order
 from tests.indexer.rows import hostile_rows, wrong_rows
 
@@ -19,9 +20,38 @@ def test_kinds(kind):
     assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
 
 
-@pytest.mark.parametrize("kind", ["equal", "NaN", "inf", "one bucket", "huge and tiny"])
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(fast, "at_once", lambda *_: True)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "NaN", "inf", "a sixteenth zero"])
+def test_kinds_at_once(kind, at_once):
+    assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
+
+
+BEST_FIRST = ["equal", "NaN", "inf", "one bucket", "huge and tiny"]
+
+
+@pytest.mark.parametrize("kind", BEST_FIRST)
 def test_best_first(kind):
     assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
+
+
+@pytest.mark.parametrize("kind", [*BEST_FIRST, "neighbours alike", "rising and falling"])
+def test_best_first_at_once(kind, at_once):
+    assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
+
+
+def refuse(*_):
+    raise AssertionError("the slow path")
+
+
+@pytest.mark.parametrize("kind", ["a sixteenth best", "few values"])
+def test_ties_are_not_compared(kind, at_once, monkeypatch):
+    monkeypatch.setattr(kernel_order, "put_by_bins", refuse)
+    rows_of_kind = dict(hostile_rows(torch.Generator().manual_seed(2), (1500, 4000)))[kind]
+    assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=True)) == []
 
 
 @pytest.mark.parametrize("by_score", [True, False])

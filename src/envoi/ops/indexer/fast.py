@@ -123,6 +123,19 @@ def by_candidates(p: Problem, order: Order) -> bool:
     return order.by_score and p.max_length > LONG_CHUNK
 
 
+def at_once(p: Problem, order: Order, early: bool) -> bool:
+    """Tell whether `select_kernel` is compiled without code for long rows, where that was measured to be faster.
+
+    Not where it leaves so few registers a program that the first idle SM gets several while others have none: 128 rows
+    of 3000 tokens took 29.9 us instead of 26.0. early: it is launched before the scores' end, as it was measured.
+    """
+    if not early or p.max_length > CHUNKS[-1]:
+        return False
+    if order.by_score:
+        return 2 * p.num_rows <= num_sms(p.q.device)
+    return p.max_length > CHUNKS[0] or p.num_rows > MANY_ROWS
+
+
 def rows_that_fit(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows for whose workspace there is room."""
     words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else num_parts(p) * LIST_WORDS
@@ -281,6 +294,7 @@ def select_arguments(
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
         p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
+        at_once(p, order, early),
     ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 

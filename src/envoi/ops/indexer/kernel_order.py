@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from envoi.ops.indexer.kernel_digits import (
+    BEHIND,
     BIN_ROWS,
     BINS,
     LANES,
@@ -13,12 +14,18 @@ from envoi.ops.indexer.kernel_digits import (
     PAIRS_AT,
     SECOND,
     SUMS,
+    before_rows,
     float_of,
+    grid,
+    popcount,
     sums_of_rows,
 )
 from envoi.ops.indexer.kernel_scores import PAGE, ordered
 from envoi.ops.indexer.room import add, fetch_add, get, get2, put, put2
 
+ALIKE: tl.constexpr = tl.constexpr(32)  # tokens in a bin; if there are more, mostly equal, a sort takes less time:
+DIGIT_BITS: tl.constexpr = tl.constexpr(4)  # of its digits
+DIGITS: tl.constexpr = tl.constexpr(16)
 SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
 
 
@@ -48,11 +55,59 @@ def begins_of_bins(room):
 
 
 @triton.jit
-def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
+def same_digit(digit):
+    """Return masks of the lanes of each row that have the same digit [ROWS, LANES], by a word for each bit."""
+    lanes = tl.arange(0, LANES)[None, :]
+    same = digit * 0 - 1
+    for nth in tl.static_range(DIGIT_BITS):
+        bit = (digit >> nth) & 1
+        word = tl.xor_sum(bit << lanes, 1)[:, None]
+        same = same & (word ^ (bit - 1))
+    return same
+
+
+@triton.jit
+def sort_by_radix(room, r, position):
+    """Put the list in the order of r, ascending, of equal r as it was: a pass for each digit, from the last.
+
+    A token's place is how many have a lesser digit, or the same in the rows before its own (a table of digits by rows,
+    summed), or in its row.
+    """
+    ROWS: tl.constexpr = BINS // LANES
+    ids = grid(ROWS)
+    rows = tl.arange(0, ROWS)[:, None]
+    cells = grid(DIGITS * ROWS // LANES)
+    put2(room, PAIRS_AT + tl.arange(0, BINS), r, position, position == position)
+    tl.debug_barrier()
+    r, position = get2(room, PAIRS_AT + ids)
+    differing = (r ^ get(room, ids * 0 + 2 * PAIRS_AT)).to(tl.uint32, bitcast=True)
+    differing = tl.max(tl.max(differing, 1), 0)
+    for shift in range(0, 32, DIGIT_BITS):
+        if (differing >> shift) > 0:  # digits above are the same in all
+            put(room, cells, cells * 0, cells >= 0)
+            tl.debug_barrier()
+            r, position = get2(room, PAIRS_AT + ids)
+            digit = (r >> shift) & (DIGITS - 1)
+            same = same_digit(digit)
+            seat = popcount(same & ((1 << tl.arange(0, LANES)[None, :]) - 1))
+            put(room, digit * ROWS + rows, popcount(same), seat == 0)
+            tl.debug_barrier()
+            counts = get(room, cells)
+            before = before_rows(room, tl.arange(0, DIGITS * ROWS // LANES)[:, None], tl.sum(counts, 1)[:, None])
+            put(room, cells, before + tl.cumsum(counts, 1) - counts, cells >= 0)
+            tl.debug_barrier()
+            seat += get(room, digit * ROWS + rows)
+            put2(room, PAIRS_AT + seat, r, position, seat >= 0)
+            tl.debug_barrier()
+
+
+@triton.jit
+def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr, SORTS: tl.constexpr):
     """Store the listed tokens, at most BINS, best first; they are listed by position. The second set of bins is clear.
 
     Each is counted against those of its bin; bins of equal width between the least and the greatest score, or, if the
-    scores are a distribution's tail (steep), narrower near the least. Equal scores alone are in order.
+    scores are a distribution's tail (steep), narrower near the least. SORTS: if a bin has more than ALIKE, all are
+    sorted.
     """
     ids = tl.arange(0, BINS)
     valid = ids < num
@@ -67,9 +122,25 @@ def put_best_first(room, out, table, num, steep, SLOTS: tl.constexpr):
         below = below * below
         below = below * below
     bins = tl.minimum((below * BINS).to(tl.int32), BINS - 1)
-    bins = tl.where(most > least, bins, ids)
+    bins = tl.where(most > least, bins, ids)  # equal scores alone are in order
     bins = tl.where(valid, bins, BINS)
     add(room, SECOND + bins)
+    if not SORTS:
+        put_by_bins(room, out, table, r, position, bins, valid, SLOTS)
+    else:
+        tl.debug_barrier()
+        if tl.max(tl.where(valid, get(room, SECOND + bins), 0), 0) > ALIKE:
+            sort_by_radix(room, tl.where(valid, r, BEHIND), position)
+            _, position = get2(room, PAIRS_AT + ids)
+            tl.store(out + ids, slot_of(table, position, valid, SLOTS), mask=valid)
+        else:
+            put_by_bins(room, out, table, r, position, bins, valid, SLOTS)
+
+
+@triton.jit
+def put_by_bins(room, out, table, r, position, bins, valid, SLOTS: tl.constexpr):
+    """Store the listed tokens by their bins, which are counted in the second set, and by the scores in a bin."""
+    ids = tl.arange(0, BINS)
     begins_of_bins(room)
     seat = fetch_add(room, SECOND + bins, valid)  # afterwards a bin's word is its end
     put2(room, PAIRS_AT + seat, r, ids, valid)

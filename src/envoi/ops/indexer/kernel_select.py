@@ -12,7 +12,8 @@
     longer, or a full list     r of all scores from memory, four times
 
 A scan gives every chosen token its place: the result is in the order of positions by itself, and of equal scores the
-lower positions are chosen. Best first: the chosen are divided into bins by value, and counted within their bins.
+lower positions are chosen. Best first: the chosen are divided into bins by value, and counted within their bins;
+with AT_ONCE many that are equal are sorted.
 """
 
 from typing import Any, NamedTuple
@@ -302,7 +303,7 @@ def choose_from_groups(
 def select_kernel(
     logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, PLACES: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
-    LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
 
@@ -311,7 +312,8 @@ def select_kernel(
     first, else by position; then rows of up to K tokens need no logits. NAN_FIRST: as torch does; rows of up to
     SHORT tokens are in the order of its sort. EARLY: launched before the scores' kernel ends. PARTS: programs of a
     long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each part scores and positions, then all parts'
-    lengths. counters [rows]: zero before and after.
+    lengths. counters [rows]: zero before and after. AT_ONCE: no row is longer than CHUNK, so code for long rows is left
+    out; and many equal scores are sorted.
     """
     words.declare()
     own = tl.program_id(0)
@@ -339,10 +341,10 @@ def select_kernel(
         gdc_wait()
     last = part == 0
     if n > K:
-        if n <= CHUNK:
+        if (n <= CHUNK) | AT_ONCE:
             ids = grid(CHUNK // LANES)
             choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
-        else:
+        elif not AT_ONCE:
             done = n < 0
             if is_long:
                 parts = Parts(lists + own * (PARTS * (2 * MOST + 1)), counters + own, part)
@@ -363,7 +365,7 @@ def select_kernel(
         if NAN_FIRST & (n <= SHORT):
             sort_as_torch(out, logits, n, table, SLOTS)
         else:
-            put_best_first(room, out, table, tl.minimum(n, K), n > K, SLOTS)
+            put_best_first(room, out, table, tl.minimum(n, K), n > K, SLOTS, AT_ONCE)
     else:
         place = tl.arange(0, PLACES)
         position = place
