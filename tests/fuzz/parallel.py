@@ -278,4 +278,9 @@ def attempt_in_one_process(draw: Draw) -> Any:
         outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
     except Exception as error:
         return error
-    return torch.cat(outs).cpu().to(given.layer.tokens.dtype), given.presum
+    return on_the_host(torch.cat(outs), given.layer.tokens.dtype), given.presum
+
+
+def on_the_host(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an output on the CPU, converted on its device as `moe` does: there a NaN of fp16 has other bits."""
+    return out.to(dtype).cpu()

@@ -9,6 +9,7 @@ import envoi
 from envoi.types import Routing
 from tests.fuzz import approx, experts, formats, outputs, parallel, routing, run
 from tests.fuzz.approx import Approx
+from tests.fuzz.draw import Draw
 from tests.fuzz.formats import FORMATS, round_to, ulp
 
 SEEDS = range(20)
@@ -195,3 +196,16 @@ def test_a_wrong_bit_of_a_quantisation_is_caught():
         assert case.judge((values, sf, wide * (1 + 1e-9) + 1e-30)), case.text
         tried += 1
     assert tried >= 10
+
+
+def test_ranks_in_one_process_convert_their_outputs_on_the_device(monkeypatch):
+    """Where `moe` on one rank does, whose bits are compared: a CPU makes another NaN of fp16 than a GPU."""
+    draws = (Draw("expert_parallel", seed, "small") for seed in range(100))
+    draw = next(x for x in draws if parallel.setting(parallel.replace_draw(x)).layer.tokens.dtype == torch.float16)
+    brought = []
+    monkeypatch.setattr(parallel.domains, "open_all", lambda *_: [])
+    monkeypatch.setattr(parallel.domains, "moe", lambda *_: [torch.zeros(2, 8, dtype=torch.bfloat16)] * 2)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: brought.append(x.dtype) or x)
+    out, _ = parallel.attempt_in_one_process(draw)
+    assert out.shape == (4, 8)
+    assert (out.dtype, brought) == (torch.float16, [torch.float16])

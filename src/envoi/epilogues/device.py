@@ -224,6 +224,15 @@ def plus(a, b):
 
 
 @triton.jit
+def apart(x):
+    """Return x, which the compiler fuses into no sum: for the product of a sum that isn't the one to be fused."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def halves_in_turn(ids, n, N):
     """Return i, i + N / 2, i + 1, i + 1 + N / 2, .. for the ids 0, 1, 2, 3, ..: columns of both halves, in turn.
 

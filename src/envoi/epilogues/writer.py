@@ -7,6 +7,7 @@ from envoi.quant.formats import SCHEMES
 
 IN_FLIGHT = 32  # partial values that are loaded before the first is used
 TAKES = {"even": "even", "odd": "odd", "left": "even", "right": "odd"}  # a tile has the columns of both halves in turn
+PRODUCTS = ("mul", "div", "neg", "pow", "silu", "gelu")  # operations whose last instruction may be a multiplication
 # A constant beyond this, or its inverse, is divided by: its reciprocal might not be a normal number.
 LEAST_DIVISOR = 2.0**-100
 
@@ -82,15 +83,25 @@ class Writer:
             return f"rows_like({self._reduction(node)}, x1)"
         if node.op == "softmax":
             return self._softmax(node)
-        args = [self._arg(arg, node.shape) for arg in node.args]
+        args = [self._arg(arg, node.shape, self._is_apart(arg, node)) for arg in node.args]
         divisor = self.ir.nodes[node.args[1]] if node.op == "div" else node
         if divisor.op == "constant" and LEAST_DIVISOR < abs(divisor.attribute("value")) < 1 / LEAST_DIVISOR:
             return f"{args[0]} * {number(1 / divisor.attribute('value'))}"
         return call(node, args)
 
-    def _arg(self, position: int, shape: Shape) -> str:
+    def _is_apart(self, position: int, node: Node) -> bool:
+        """Return True for a product that the compiler mustn't fuse into the sum `node`, in which it is broadcast.
+
+        Of two products it fuses the one with fewer uses: as many as a thread has rows, or columns, which depends on the
+        tiles, and so would the bits. Now it is always the other product.
+        """
+        products = node.op in ("add", "sub") and all(self.ir.nodes[arg].op in PRODUCTS for arg in node.args)
+        shape = self.ir.nodes[position].shape
+        return products and shape != node.shape and (shape.rows == "M" or shape.spans_columns)
+
+    def _arg(self, position: int, shape: Shape, is_apart: bool = False) -> str:
         """Return the text of an earlier value, broadcast for an operation whose result has this shape."""
-        node, name = self.ir.nodes[position], f"v{position}"
+        node, name = self.ir.nodes[position], f"apart(v{position})" if is_apart else f"v{position}"
         if not (shape.rows == "M" and shape.spans_columns) or node.shape == shape:
             return name
         if node.shape.spans_columns:
