@@ -4,9 +4,10 @@
     decode 64           a step of 64 sequences that have 32 tokens or more, the engine's own CUDA graphs
 
 The engines of a model are in memory at once and run rounds in turns, in both orders (`engine_turns.py`). Random
-weights, the same for all; no tokens per second depend on them but by the routing. Error: one layer of the model's sizes
-in its format on 64 tokens, as suite moe has it. Details: seconds until the engine took requests, all caches empty and
-the others starting too; the ratio to the default in rounds that began with it, and in those that ended with it.
+weights, the same for all; no tokens per second depend on them but by the routing. DeepGEMM is off in all. Error: one
+layer of the model's sizes in its format on 64 tokens, as suite moe has it. Details: seconds until the engine took
+requests, all caches empty and the others starting too; the ratio to the default in rounds that began with it, and in
+those that ended with it.
 """
 
 from functools import cache
