@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from envoi.epilogues import silu
 from envoi.experts import from_state_dict, pack, state_dict, unpack, with_shared
 from envoi.ops.moe import moe, packing, reference
+from envoi.ops.moe.permute import SHARED_SLOTS, AddedSlots
 from envoi.quant import FORMATS
 from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
@@ -331,3 +332,14 @@ def test_compiled_calls_and_their_flops():
     with FlopCounterMode(display=False) as counter:
         moe(layer.tokens, layer.routing, experts)
     assert counter.get_total_flops() == 2 * 9 * (2 + 2) * 256 * (512 + 256)
+
+
+def test_slots_without_a_gate_are_compiled_once_for_all_sizes():
+    """Check that neither the columns nor the slots of a token, which such a kernel doesn't read, are its constants."""
+    found = []
+    for k, hidden in ((2, 256), (8, 4096), (16, 2880)):
+        tokens, ids = torch.zeros(3, hidden), torch.zeros(3, k, dtype=torch.int32)
+        for read in (tokens, ids):  # a placement gives ids in place of tokens
+            added = AddedSlots.of(read, ids, 1, None, SHARED_SLOTS)
+            found.append((added.form, added.sizes[2]))
+    assert len(set(found)) == 1

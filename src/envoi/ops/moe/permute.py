@@ -96,7 +96,8 @@ class AddedSlots:
     """Slots of shared experts after those of a routing, as `kernels.with_shared_slots` takes them.
 
     given: tokens, their stride, and the gate or something in its place. sizes: num_tokens, k, width. form: constants
-    NUM_SHARED, SLOTS, BLOCK and GATED of the kernels.
+    NUM_SHARED, SLOTS, BLOCK and GATED of the kernels. Without a gate width is 0 and BLOCK 1, so that no other number of
+    columns or slots is compiled again.
     """
 
     given: tuple
@@ -109,13 +110,13 @@ class AddedSlots:
         tokens: torch.Tensor, topk_ids: torch.Tensor, num_shared: int, gate: torch.Tensor | None, per_program: int
     ) -> "AddedSlots":
         """Describe a call's slots. per_program: how many a program has, unless they have a gate, then one token's."""
-        (M, k), width = topk_ids.shape, tokens.shape[1]
-        total, block = k + num_shared, min(MAX_COLUMNS, next_power_of_2(width))
+        M, k = topk_ids.shape
+        total = k + num_shared
         if gate is None:  # nothing is read in its place, nor of the tokens
-            form, grid = (num_shared, per_program, block, False), -(-M * total // per_program)
-            return AddedSlots((topk_ids, 0, topk_ids), (M, k, width), form, (grid,))
-        tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-        form = num_shared, next_power_of_2(total), block, True
+            form, grid = (num_shared, per_program, 1, False), -(-M * total // per_program)
+            return AddedSlots((topk_ids, 0, topk_ids), (M, k, 0), form, (grid,))
+        tokens, width = tokens if tokens.stride(1) == 1 else tokens.contiguous(), tokens.shape[1]
+        form = num_shared, next_power_of_2(total), min(MAX_COLUMNS, next_power_of_2(width)), True
         return AddedSlots((tokens, tokens.stride(0), gate.contiguous()), (M, k, width), form, (M,))
 
     def empty_slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,10 +6,11 @@
         key = logit, or score (+ expert_bias); only finite keys compete, and only the best groups
         k times: take out the best key; a tie goes to the smallest id
 
-Each row is selected at most twice. First by packed keys, 32-bit integers of a key's distance below the largest and its
-column, with one reduction a round, and a sigmoid to six digits. A row is certain if no two keys that matter are so near
-that this could have erred; uncertain rows are selected again by exact keys, which equal those of
-`envoi.ops.moe.router.reference` bit for bit: exact division and root, the exponential of CUDA's own library.
+First by packed keys, 32-bit integers of a key's distance below the largest and its column, with one reduction a round,
+and a sigmoid or a root to about six digits. A row is certain if no two keys that matter are so near that this could
+have erred. If near ties are only among its k best and the next, they are settled by exact keys of these k + 1 experts,
+where `SETTLE` says so. Rows that are still uncertain are selected again by exact keys of all experts. Exact keys equal
+those of `envoi.ops.moe.router.reference` bit for bit: exact division and root, the exponential of CUDA's own library.
 """
 
 import triton
