@@ -113,8 +113,7 @@ def rank_device(num_ranks: int, rank: int) -> torch.device:
 
 def to_device(layer: Layer, device: torch.device) -> Layer:
     """Return the layer on another device."""
-    moved = (x.to(device) if isinstance(x, torch.Tensor) else x for x in flatten(layer.experts))
-    return Layer(layer.tokens.to(device), layer.gate.to(device), layer.k, unflatten(*moved))
+    return Layer(layer.tokens.to(device), layer.gate.to(device), layer.k, layer.experts.to(device))
 
 
 def token_shares(num_tokens: int, num_ranks: int) -> list[int]:
