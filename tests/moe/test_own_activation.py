@@ -139,7 +139,8 @@ def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
     from envoi.runtime.planned_kernels import launches_of
 
     names = [kernel.fn.__module__ for kernel, *_ in launches_of(call, num_tokens, target)]
-    return {next(place for place, name in enumerate(names) if ".gemm." in name or ".one_launch." in name)}
+    of_gemms = (".gemm.", ".one_launch.", ".decode.")
+    return {next(place for place, name in enumerate(names) if any(part in name for part in of_gemms))}
 
 
 def test_kernels_for_few_tokens_leave_it_to_the_others(monkeypatch):

@@ -21,7 +21,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     made = CompilingDriver()
     fake_driver.install(monkeypatch, made)
     packing = import_module("envoi.ops.moe.packing")  # the package has a function of this name
-    for module in (backend, choose, fast, packing, router_host, select):
+    for module in (backend, choose, fast, packing, permute, router_host, select):
         monkeypatch.setattr(module, "implementation", lambda device: "hopper")
     monkeypatch.setattr(devices, "_num_sms", lambda device: 132)
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)
