@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from envoi.check import expect_device, expect_tensor
+from envoi.check import describe, expect_device, expect_tensor
 
 UNGATED = ("silu", "relu2")  # activations of experts that have no gate: gate_up is up alone
 LONGEST = 80  # characters of a text in a repr
@@ -190,8 +190,8 @@ class ExpertWeights(_Printed):
         with theirs at the end.
     shared_gate [H] float32: a token's weight of these is sigmoid(token @ shared_gate); None: it is 1.
 
-    Raises ValueError for another layout, a limit that isn't positive, more shared experts than there are, or another
-    gate.
+    Raises ValueError for another layout, a limit that isn't positive, more shared experts than there are, another
+    gate, or one without shared experts.
     """
 
     gate_up: Matrix
@@ -213,6 +213,8 @@ class ExpertWeights(_Printed):
         shared, gate = self.num_shared, self.shared_gate
         if not isinstance(shared, int) or (shared and not 0 <= shared <= self.num_local_experts):
             raise ValueError(f"num_shared: expected 0 to {self.num_local_experts}, got {shared!r}")
+        if gate is not None and not shared:
+            raise ValueError(f"shared_gate: expected None with num_shared={shared}, got {describe(gate)}")
         if gate is not None:
             expect_tensor("shared_gate", gate, torch.float32, (self.hidden,), self.device)
         known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)

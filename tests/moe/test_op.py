@@ -21,7 +21,7 @@ OTHERS = {
 
 
 def weights() -> ExpertWeights:
-    return replace(make(bias=True).pack("mxfp8"), shared_gate=torch.ones(256))
+    return replace(make(bias=True).pack("mxfp8"), num_shared=2, shared_gate=torch.ones(256))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ExpertWeights)])

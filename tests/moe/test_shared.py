@@ -260,6 +260,9 @@ def test_other_things_are_refused_by_name():
     for gate, came in ((torch.ones(256).bfloat16(), "bfloat16"), (torch.ones(1, 256), r"float32 \[1, 256\]")):
         with pytest.raises(ValueError, match=f"^shared_gate: expected float32 \\[256\\], got {came}"):
             replace(routed, num_shared=1, shared_gate=gate)
+    for given in (routed, replace(routed, num_shared=1, shared_gate=torch.ones(256))):
+        with pytest.raises(ValueError, match=r"^shared_gate: expected None with num_shared=0, got float32 \[256\]"):
+            replace(given, num_shared=0, shared_gate=torch.ones(256))
     with pytest.raises(ValueError, match="^shared_gate: expected a tensor on cpu"):
         replace(routed, num_shared=1, shared_gate=torch.ones(256, device="meta"))
 

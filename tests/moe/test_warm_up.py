@@ -103,8 +103,9 @@ def test_no_call_launches_what_was_not_compiled(launched, format, seed):
     layer, k = drawn_layer(draw, format)
     experts, most = layer.pack(format), draw.randint(1, 400)
     if experts.num_local_experts > k:
-        gate = torch.ones(experts.hidden) if draw.random() < 0.5 else None
-        experts = replace(experts, num_shared=draw.randint(0, 1), shared_gate=gate)
+        gated, num_shared = draw.random() < 0.5, draw.randint(0, 1)
+        gate = torch.ones(experts.hidden) if gated and num_shared else None
+        experts = replace(experts, num_shared=num_shared, shared_gate=gate)
     dtypes = draw.choice(IDS), draw.choice(WEIGHTS)
     known = compiled([warm_up.LayerCall(warm_up.without_tensors(experts), k, dtypes)], most)
     for num_tokens in [1, most, *(draw.randint(1, most) for _ in range(40))]:

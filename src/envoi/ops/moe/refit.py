@@ -22,7 +22,8 @@ def refit(experts: ExpertWeights, gate_up: Matrix, down: Matrix, **given: Any) -
     new = pack(
         gate_up, down, experts.format, packed_layout=layout, activation=experts.activation, swiglu_limit=limit, **given
     ).to(experts.device)
-    new = replace(new, shared_gate=experts.shared_gate)  # no argument of `pack`: a caller writes it in place
+    # No arguments of `pack`: a caller writes the gate in place.
+    new = replace(new, num_shared=experts.num_shared, shared_gate=experts.shared_gate)
     for name in ("gate_up", "down"):
         _check_promises(name, getattr(experts, name), getattr(new, name))
     pairs = list(_pairs(experts, new))
