@@ -39,6 +39,15 @@ def copy_slabs(values, slabs, tile, cfg: gl.constexpr, BYTES: gl.constexpr):
     async_copy.commit_group()
 
 
+@gluon.jit
+def block_of_step(buffer, dtype: gl.constexpr, step, BLOCK: gl.constexpr, cfg: gl.constexpr):
+    """Return block 0 or 1 [32, tile_tokens] of a step, of a buffer of room_steps steps [tile_tokens, 64]."""
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=8 * bits, element_bitwidth=bits, rank=2)
+    steps = reinterpret(buffer, dtype, [cfg.room_steps, cfg.tile_tokens, 64], layout)
+    return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
+
+
 @aggregate
 class Tokens:
     """Tokens in global memory, sorted by expert, and those of a tile in shared memory: two E4M3 or bf16 for a number.
@@ -111,10 +120,7 @@ class Tokens:
     @gluon.jit
     def bf16_part(self, step, BLOCK: gl.constexpr):
         """Return block 0 or 1 of a step of bf16 tokens, [32, tile_tokens]."""
-        T: gl.constexpr = self.cfg.tile_tokens
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        steps = reinterpret(self.steps, gl.bfloat16, [self.cfg.room_steps, T, 64], layout)
-        return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
+        return block_of_step(self.steps, gl.bfloat16, step, BLOCK, self.cfg)
 
 
 @aggregate
@@ -188,10 +194,7 @@ class Fp8Tokens:
     @gluon.jit
     def part(self, step, BLOCK: gl.constexpr):
         """Return block 0 or 1 of a step, [32, tile_tokens]."""
-        T: gl.constexpr = self.cfg.tile_tokens
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_steps, T, 64], layout)
-        return steps.index(step).slice(32 * BLOCK, 32, 1).permute((1, 0))
+        return block_of_step(self.slabs, gl.float8e4nv, step, BLOCK, self.cfg)
 
 
 @gluon.constexpr_function

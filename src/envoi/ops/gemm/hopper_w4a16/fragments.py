@@ -202,13 +202,13 @@ def either(condition, a, b):
 
 @gluon.jit
 def by_thread(words):
-    """Four words of each thread -> [warp, half, g, k16, t]."""
+    """Return four words of each thread as a tensor [warp, half, g, k16, t]."""
     warps: gl.constexpr = gl.num_warps()
     x = gl.join(gl.join(words.k0_half0, words.k0_half1), gl.join(words.k1_half0, words.k1_half1))  # [thread, half, k16]
     return x.reshape([warps, 8, 4, 2, 2]).permute([0, 3, 1, 4, 2])
 
 
-# $0: block 0, $1: block 1, from a word $2.
+# MXFP4 to E4M3 times 2^-6. $0: block 0, $1: block 1, from a word $2.
 E4M3_CODE = gl.constexpr(
     "{ .reg .b32 a, b; shl.b32 a, $2, 2; and.b32 $0, a, 0x9C9C9C9C; "
     "shr.u32 b, $2, 4; and.b32 b, b, 0x04040404; and.b32 a, $2, 0x98989898; or.b32 $1, a, b; }"
@@ -216,14 +216,17 @@ E4M3_CODE = gl.constexpr(
 
 
 @gluon.jit
-def to_e4m3(words, dot: gl.constexpr):
-    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-6."""
+def to_e4m3(words, CODE: gl.constexpr, dot: gl.constexpr):
+    """Widen four words of each thread to two operands E4M3 [16 * warps, 32], one of block 0 and one of block 1.
+
+    CODE: `E4M3_CODE`, or `INT4_CODE` of weights without zero points; it says what they are times.
+    """
     warps: gl.constexpr = gl.num_warps()
     x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
     first, second = gl.inline_asm_elementwise(
-        E4M3_CODE, "=&r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
     return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
 

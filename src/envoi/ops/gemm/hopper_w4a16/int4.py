@@ -16,22 +16,6 @@ INT4_CODE = gl.constexpr(
 )
 
 
-@gluon.jit
-def int4_to_e4m3(words, dot: gl.constexpr):
-    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-8.
-
-    Of weights without zero points.
-    """
-    warps: gl.constexpr = gl.num_warps()
-    x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
-    x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
-    x = gl.convert_layout(x, dot, assert_trivial=True)
-    first, second = gl.inline_asm_elementwise(
-        INT4_CODE, "=&r,=&r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-    )
-    return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
-
-
 @gluon.constexpr_function
 def less_zeros_code(per_step):
     """PTX that widens a thread's 32 INT4 weights of a tile, less their zero points, to bf16: integers, -15 to 15.
@@ -67,9 +51,9 @@ LESS_ZEROS_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
 
 @gluon.jit
 def int4_less_zeros(words, zeros, dot: gl.constexpr, PER_STEP: gl.constexpr):
-    """Four words of each thread -> two operands bf16 [16 * warps, 32], of block 0 and of block 1, K in order.
+    """Widen four words of each thread to two operands bf16 [16 * warps, 32], of block 0 and of block 1, K in order.
 
-    zeros: bytes of int32 [8 * warps].
+    zeros: zero points that are subtracted, bytes of int32 [8 * warps].
     """
     warps: gl.constexpr = gl.num_warps()
     x = by_thread(words)

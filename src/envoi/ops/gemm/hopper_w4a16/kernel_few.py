@@ -40,8 +40,8 @@ from envoi.ops.gemm.hopper_w4a8.widening import widened
 from envoi.ops.gemm.hopper_w4a16 import few_config
 from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.ops.gemm.hopper_w4a16.few_tokens import Fp8Tokens, Tokens
-from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, by_thread, either, row_factors, to_e4m3
-from envoi.ops.gemm.hopper_w4a16.int4 import int4_factors, int4_less_zeros, int4_to_e4m3
+from envoi.ops.gemm.hopper_w4a16.fragments import E4M3_CODE, TAME, Weights, by_thread, either, row_factors, to_e4m3
+from envoi.ops.gemm.hopper_w4a16.int4 import INT4_CODE, int4_factors, int4_less_zeros
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
@@ -217,10 +217,8 @@ def issue_bf16_step(held, tokens, step, zero, dot: gl.constexpr):
 @gluon.jit
 def issue_split_step(held, tokens, step, zero, dot: gl.constexpr):
     """Run `issue_step` for tokens split into two E4M3."""
-    if tokens.cfg.int4 is None:
-        w0, w1 = to_e4m3(held.words, dot)
-    else:
-        w0, w1 = int4_to_e4m3(held.words, dot)
+    code: gl.constexpr = E4M3_CODE if tokens.cfg.int4 is None else INT4_CODE
+    w0, w1 = to_e4m3(held.words, code, dot)
     if tokens.cfg.shares_factors:
         p = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
         p = warpgroup_mma(w1, tokens.part(step, 1, 0), p, is_async=True)
