@@ -1,5 +1,6 @@
 """Shared experts over ranks: bits of one rank, rows that don't travel, placements, loads, parts, and lost ranks."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -39,13 +40,16 @@ def whole(layer: Layer, format: str, gate: torch.Tensor | None, **kind) -> Exper
 
 def open_shared(
     layer: Layer, format: str, rank: int, gate: torch.Tensor | None, placement: list[int] | None = None,
-    kind: dict | None = None, **options,
+    kind: dict | None = None, given: Sequence[int] | None = None, **options,
 ) -> ExpertParallel:  # fmt: skip
-    """Open a rank that has its part of the routed experts, placed or not, and all shared ones."""
+    """Open a rank that has its part of the routed experts, placed or not, and all shared ones.
+
+    given: what the constructor is given in place of the placement.
+    """
     first, last = list(pairwise([0, *(EVEN if placement is None else ENDS)]))[rank]
     mine = layer.pack(format, first, last) if placement is None else pack_placed(layer, format, placement[first:last])
     experts = with_shared(mine, shared_of(format, **(kind or {})), gate)
-    return ExpertParallel(experts, placement=placement, **options)
+    return ExpertParallel(experts, placement=given or placement, **options)
 
 
 def run_shared(rank: int, num_ranks: int, tried: list[tuple], options: dict) -> list[list[torch.Tensor]]:
@@ -121,6 +125,8 @@ def parts_load_and_moves(rank: int, num_ranks: int) -> dict:
     assert own == int(sent.offsets[-2] - sent.offsets[-3]) == len(tokens)
     rows = parallel._exchange.run_experts(sent.received, parallel.experts)
     found["parts"] = torch.equal(parallel.combine(rows, sent), want)
+    parallel.update_placement(load.placement)
+    found["same"] = parallel.placement == tuple(PLACEMENT) and torch.equal(parallel.moe(tokens, r), want)
     other = [5, 5, 5, 6, 7, 0, 1, 2, 3, 4, -1]
     first, last = [0, *ENDS][rank : rank + 2]
     new = pack_placed(layer, "bf16", other[first:last])
@@ -133,6 +139,9 @@ def parts_load_and_moves(rank: int, num_ranks: int) -> dict:
             found["said"].append(str(error))
     parallel.update_placement(other)
     found["moved"] = torch.equal(parallel.moe(tokens, r), want)
+    parallel.close()
+    again = open_shared(layer, "bf16", rank, gate, PLACEMENT, given=load.placement)
+    found["again"] = again.placement == tuple(PLACEMENT) and torch.equal(again.moe(tokens, r), want)
     return found
 
 
@@ -142,7 +151,8 @@ def test_parts_loads_and_moves():
     for outcome in run_ranks(2, parts_load_and_moves):
         assert outcome.text == ""
         found = outcome.value
-        assert found["experts"] == counts and found["parts"] and found["moved"]
+        assert found["experts"] == counts and found["parts"] and found["same"]
+        assert found["moved"] and found["again"]
         assert found["placement"] == (*PLACEMENT[:5], -1, -1, *PLACEMENT[5:], -1, -1)
         assert found["physical"][5:7] == found["physical"][13:] == [30, 30]
         assert sum(found["ranks"]) == sum(counts) + 120

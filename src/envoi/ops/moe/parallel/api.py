@@ -69,7 +69,8 @@ class ExpertParallel:
     placement: a layer's row of what engines call physical_to_logical_map, the same on every rank: which expert of a
         routing each one is that ranks have packed, in their order, integers [num_physical]. Several of equal weights
         may be one expert, its replicas: token m of rank r takes number (m + r) modulo how many there are. -1 = unused.
-        None = each is the expert of its own number. `envoi.experts.balanced_placement` makes one.
+        None = each is the expert of its own number. `envoi.experts.balanced_placement` makes one; `load().placement`,
+        which has -1 for shared experts besides, is one too.
     num_experts: with a placement, the experts of a routing if some of them may be missing: tokens routed to one come
         out NaN, all others as ever. None = those that the placement names, each of which has to be there.
     hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names. One name
@@ -138,7 +139,7 @@ class ExpertParallel:
         channel.watch.opened([peer.by_store for peer in peers])
         self._team = team = Team.of(channel, peers, self.name, experts, num_experts)
         self.expert_offsets, self.num_experts = list(team.expert_offsets), team.num_experts
-        self.placement, self._may_lack = None if given is None else tuple(given), num_experts is not None
+        self.placement, self._may_lack = None if given is None else team.routed(given), num_experts is not None
         self._layout = opening.layout_of(team, experts, max_tokens, num_topk)
         self._exchange: opening.Exchange | None
         sizes = team, experts.intermediate, self._layout
@@ -383,11 +384,11 @@ class ExpertParallel:
         anew. Not while a graph is captured. Raises ValueError on every rank if one's is refused or they differ.
         """
         with self._lock, self._on_device():
-            now = self.placement, self.num_experts, self._may_lack, complaint(self._open_exchange)
-            given = regroup.agree_on(self.channel, placement, *now)
+            now = self.placement, self._may_lack, complaint(self._open_exchange)
+            given = regroup.agree_on(self._team, placement, *now)
             cast(Placed, self._team.placed).update(cast(tuple, self._team.physical(given)))
             forget(self._team.history)
-            self.placement = tuple(given)
+            self.placement = given
 
     @property
     def missing_experts(self) -> tuple[int, ...]:

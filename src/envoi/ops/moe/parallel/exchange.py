@@ -24,7 +24,7 @@ from envoi.ops.moe.parallel.collectives import Channel
 from envoi.ops.moe.parallel.failure import BEGUN, PeerTimeout
 from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.parallel.nvlink import REFUSED_ON_HOST, Domain
-from envoi.ops.moe.parallel.placement import Placed, check_placement, place, routed_offsets, with_shared
+from envoi.ops.moe.parallel.placement import Placed, check_placement, place, routed_offsets, with_shared, without_shared
 from envoi.ops.moe.parallel.rail import Rail
 from envoi.runtime.program import ALIGNMENT
 from envoi.spans import span
@@ -62,6 +62,7 @@ class Team:
         """
         offsets, device = tuple(accumulate((peer.num_experts for peer in peers), initial=0)), experts.device
         given, placed, num_shared, rank = peers[channel.rank].placement, None, experts.num_shared, channel.rank
+        given = None if given is None else without_shared(given, offsets, num_shared)
         if given is not None or num_shared:
             num_routed = routed_offsets(offsets, num_shared)[-1]
             num_experts = num_routed if given is None else check_placement(given, num_routed, num_experts)
@@ -84,6 +85,10 @@ class Team:
     def physical(self, placement: Sequence[int] | None) -> tuple[int, ...] | None:
         """Return a caller's placement as one of all physical experts, None if there is none and nothing is shared."""
         return None if self.placed is None else tuple(with_shared(placement, self.expert_offsets, self.num_shared))
+
+    def routed(self, placement: Sequence[int]) -> tuple[int, ...]:
+        """Return a caller's placement without the entries of shared experts, which that of a `Load` has."""
+        return tuple(without_shared(placement, self.expert_offsets, self.num_shared))
 
 
 class Rows(NamedTuple):

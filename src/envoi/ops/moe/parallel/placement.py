@@ -86,6 +86,13 @@ def with_shared(placement: Sequence[int] | None, expert_offsets: Sequence[int], 
     return found
 
 
+def without_shared(placement: Sequence[int], expert_offsets: Sequence[int], num_shared: int) -> Sequence[int]:
+    """Return a placement of routed physical experts: the given one, or that of which `with_shared` made it."""
+    routed = [expert for a, b in pairwise(expert_offsets) for expert in placement[a : b - num_shared]]
+    same = list(placement) == with_shared(routed, expert_offsets, num_shared)
+    return routed if same else placement
+
+
 def routed_offsets(expert_offsets: Sequence[int], num_shared: int) -> list[int]:
     """Return where the routed experts of each rank begin among all routed physical ones."""
     return [offset - rank * num_shared for rank, offset in enumerate(expert_offsets)]

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from envoi.ops.moe.parallel.collectives import Channel, complaint, gather_texts, refuse_together
+from envoi.ops.moe.parallel.collectives import complaint, gather_texts, refuse_together
+from envoi.ops.moe.parallel.exchange import Team
 from envoi.ops.moe.parallel.failure import CONNECT_S, Watch
 from envoi.ops.moe.parallel.opening import resolve_group
 from envoi.ops.moe.parallel.placement import as_numbers, check_placement, check_same, missing_experts
@@ -90,24 +91,23 @@ def options_left(
 
 
 def agree_on(
-    channel: Channel, placement: Any, present: Sequence[int] | None, num_experts: int, may_lack: bool, refusal: str = ""
-) -> list[int]:  # fmt: skip
-    """Return a new placement of a caller as a list. Collective; ValueError on every rank if they can't all use it.
+    team: Team, placement: Any, present: Sequence[int] | None, may_lack: bool, refusal: str = ""
+) -> tuple[int, ...]:  # fmt: skip
+    """Return a caller's new placement of routed experts. Collective; ValueError on all ranks if one can't use it.
 
-    present: the one so far, of num_experts. may_lack: experts may be missing. refusal: why this rank can't have any,
-    or "".
+    present: the one so far. may_lack: experts may be missing. refusal: why this rank can't have any, or "".
     """
 
     def check() -> None:
         if present is None:
             raise ValueError("update_placement: expected an object that was opened with a placement, got one without")
-        numbers = as_numbers(placement)
-        check_placement(numbers, len(present), num_experts)
-        missing = missing_experts(numbers, num_experts)
+        routed = team.routed(as_numbers(placement))
+        check_placement(routed, len(present), team.num_experts)
+        missing = missing_experts(routed, team.num_experts)
         if missing and not may_lack:
             raise ValueError(f"placement: expected every expert, got none that is {missing[0]}")
 
-    refuse_together(channel, refusal or complaint(check), UPDATE)
-    texts = gather_texts(channel, json.dumps(as_numbers(placement)), UPDATE)
-    check_same([json.loads(text) for text in texts])
-    return as_numbers(placement)
+    refuse_together(team.channel, refusal or complaint(check), UPDATE)
+    given = team.routed(as_numbers(placement))
+    check_same([tuple(json.loads(text)) for text in gather_texts(team.channel, json.dumps(given), UPDATE)])
+    return given
