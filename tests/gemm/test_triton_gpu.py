@@ -59,7 +59,7 @@ def test_formats(for_a, for_b):
 
 @pytest.mark.parametrize(("for_a", "for_b"), SCALED)
 def test_block_scaled_products(for_a, for_b, monkeypatch):
-    monkeypatch.setattr(triton_host, "scales_products", lambda device: True)  # on Hopper Triton widens them itself
+    monkeypatch.setattr(triton_host, "has_tcgen05", lambda device: True)  # on Hopper Triton widens them itself
     for m, n, k in ((17, 130, 160), (60, 40, 384), (300, 520, 512)):
         a, b = cast(normal(m, k), for_a), cast(normal(n, k, seed=1), for_b)
         assert relative_error(run(a, b, store)[0], oracle(a, b)) < 1e-6

@@ -13,7 +13,7 @@ from envoi import env
 from envoi.check import expect_int
 
 EVERY_ARCH = "sm_90", "sm_100", "sm_103"  # that Envoi has kernels of its own for
-BLOCK_SCALED = "sm_100", "sm_103"  # whose tensor cores multiply MX numbers by their scale factors
+TCGEN05 = "sm_100", "sm_103"  # whose tensor cores have a memory, and multiply MX numbers by their scale factors
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
 SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
 
@@ -139,16 +139,11 @@ def casts_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def scales_products(device: torch.device) -> bool:
-    """Tell whether a GPU's tensor cores multiply MX numbers by their scale factors: sm_100 and sm_103."""
+def has_tcgen05(device: torch.device) -> bool:
+    """Tell whether a GPU has tcgen05: tensor memory, and products of MX numbers by scale factors; sm_100, sm_103."""
     if device.type == "meta":
-        return _local.target is not None and _local.target.arch in BLOCK_SCALED
+        return _local.target is not None and _local.target.arch in TCGEN05
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((10, 0), (10, 3))
-
-
-def has_tensor_memory(device: torch.device) -> bool:
-    """Tell whether a GPU has tcgen05 and its tensor memory: sm_100 and sm_103, as their block-scaled products need."""
-    return scales_products(device)
 
 
 # Rates of an H200 that all models of its time share: of a layer (the estimate), a GEMM's config, a router's tiling.

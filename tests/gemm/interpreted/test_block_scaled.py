@@ -55,7 +55,7 @@ def products(monkeypatch):
 
     self_kinds = {"e2m1": ir.ScaleDotElemTypeTY.E2M1}
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot_scaled", create_dot_scaled, raising=False)
-    monkeypatch.setattr(host, "scales_products", lambda device: True)
+    monkeypatch.setattr(host, "has_tcgen05", lambda device: True)
     return made
 
 

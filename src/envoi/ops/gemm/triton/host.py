@@ -14,7 +14,7 @@ from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, oper
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
 from envoi.ops.gemm.triton import kernel as device_code
 from envoi.quant.bits import as_bytes
-from envoi.runtime.devices import scales_products
+from envoi.runtime.devices import has_tcgen05
 from envoi.runtime.launch import launch
 from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.types import Matrix
@@ -129,7 +129,7 @@ def sides_of(a: Matrix, b: Matrix) -> tuple[Side, Side]:
     Without MX both would have factors of 1 in all steps, which Triton 3.6 doesn't compile.
     """
     A, B = side_of(a), side_of(b)
-    can = scales_products(a.device) and "e8m0" in (A.scale, B.scale) and all(map(_is_block_scaled, (A, B)))
+    can = has_tcgen05(a.device) and "e8m0" in (A.scale, B.scale) and all(map(_is_block_scaled, (A, B)))
     return replace(A, block_scaled=can), replace(B, block_scaled=can)
 
 

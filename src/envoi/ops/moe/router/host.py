@@ -12,7 +12,7 @@ from envoi.ops.moe.router.spec import RANKED_BY_LOGITS, Rule, Spec
 from envoi.ops.moe.router.tiling import RouterTiling, choice_of, rest_of
 from envoi.ops.moe.router.tiling_blackwell import MOST_REGISTERS, ROWS, tiling_of, why_not
 from envoi.runtime import workspace
-from envoi.runtime.devices import has_tensor_memory, implementation, num_sms
+from envoi.runtime.devices import has_tcgen05, implementation, num_sms
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import descriptor, tma_ready
 
@@ -63,7 +63,7 @@ def run_router(call: Call) -> list[torch.Tensor]:
             counts.zero_()
     elif implementation(call.tokens.device) == "hopper" and takes_hopper(call):
         _run_hopper(call, outputs)
-    elif tiling_blackwell.IS_USED and has_tensor_memory(call.tokens.device) and not why_not_blackwell(call):
+    elif tiling_blackwell.IS_USED and has_tcgen05(call.tokens.device) and not why_not_blackwell(call):
         _run_blackwell(call, outputs)
     else:
         _run_portable(call, outputs)
