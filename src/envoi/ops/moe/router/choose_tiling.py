@@ -311,17 +311,11 @@ def _apart_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms
     loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
     loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / rounds)
     both = (loads**3 + _product_cycles(hidden, tiling, costs) ** 3) ** (1 / 3)
-    stores = 4 * tiling.rows_per_cta * tiling.width / costs.sum_bytes
+    stored_bytes = 4 * tiling.rows_per_cta * tiling.width
     if rest.parts > 1:  # all sets but one are stored and loaded besides
-        stores += (
-            8
-            * (rest.sets - 1)
-            * (tiles - rest.first)
-            / tiling.parts
-            * tiling.rows_per_cta
-            * spec.num_experts
-            / (num_sms * costs.sum_bytes)
-        )
+        rows = (tiles - rest.first) / tiling.parts * tiling.rows_per_cta
+        stored_bytes += 8 * (rest.sets - 1) * rows * spec.num_experts / num_sms
+    stores = stored_bytes / costs.sum_bytes
     between = (waves - 1) * costs.between if not tiling.single_fill else (waves - 1) * (costs.apart_start + stores)
     products = costs.cta * min(ctas, num_sms) + costs.apart_start + rounds * both + between + stores
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
