@@ -8,8 +8,8 @@ import torch
 
 from envoi.epilogues import library
 from envoi.epilogues.lower import lower
-from envoi.ops.gemm.hopper.candidates import default_config, in_bands
-from envoi.ops.gemm.hopper.config import NEIGHBOURS, Config, Problem
+from envoi.ops.gemm.hopper.candidates import candidates, default_config, in_bands
+from envoi.ops.gemm.hopper.config import HIGH_BANDS, LOW_BANDS, NEIGHBOURS, Config, Problem
 from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.ops.gemm.hopper.time_model import predicted_cycles, rows_of_neighbours
 
@@ -53,14 +53,22 @@ def test_the_rows_of_neighbours_are_those_of_the_tiles_that_the_scheduler_gives_
     ],
 )  # fmt: skip
 def test_the_chosen_band_is_among_the_fastest(M, N, K, config, times):
-    chosen = in_bands(Problem(M, N, K, 2), config).swizzle_rows
+    chosen = in_bands(Problem(M, N, K, 2), config, NUM_SMS).swizzle_rows
     assert times[chosen] <= 1.02 * min(times.values())
     assert chosen == 8 or times[8] > 1.02 * min(times.values())
 
 
 def test_few_tokens_and_experts_stay_in_bands_of_eight():
-    assert in_bands(Problem(64, 5120, 2880, 2), SHARED) == SHARED
-    assert in_bands(Problem(4096, 5120, 2880, 2, num_groups=8), SHARED) == SHARED
+    assert in_bands(Problem(64, 5120, 2880, 2), SHARED, NUM_SMS) == SHARED
+    assert in_bands(Problem(4096, 5120, 2880, 2, num_groups=8), SHARED, NUM_SMS) == SHARED
+
+
+def test_few_multiprocessors_ask_the_l2_for_less_and_stay_in_high_bands():
+    problem = Problem(200, 5120, 2880, 2)
+    few, all_of_them = (in_bands(problem, SHARED, num_sms).swizzle_rows for num_sms in (16, NUM_SMS))
+    assert few in HIGH_BANDS and all_of_them in LOW_BANDS
+    found = {config.swizzle_rows for config in candidates(problem, STORE, 16) if config.block_y == SHARED.block_y}
+    assert found and found <= set(HIGH_BANDS)
 
 
 def test_neighbours_that_share_less_take_longer():

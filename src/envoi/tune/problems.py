@@ -190,7 +190,7 @@ class Planned:
 
     def promising(self, num_sms: int, at_most: int) -> list[Config]:
         """Return the candidates worth measuring, most promising first, after the default and what is shipped."""
-        found = candidates(self.problem, self.call.code)
+        found = candidates(self.problem, self.call.code, num_sms)
         found.sort(key=lambda config: predicted_cycles(self.problem, config, num_sms))
         measured = tune.best(self.problem, self.call.code, num_sms, shipped_only=True) or self.default
         return list(dict.fromkeys([self.default, measured, *found]))[:at_most]

@@ -26,7 +26,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 MOST_TIMES_ROWS = 4  # an expert's mean number of rows, that a tile of few tokens holds: rows vary with the routing
 
 
-def candidates(problem: Problem, code: Lowered) -> list[Config]:
+def candidates(problem: Problem, code: Lowered, num_sms: int = H200.num_sms) -> list[Config]:
     """Return the configs worth trying for a problem, each with as many stages as fit."""
     k = 256 if problem.scaled else 128 // problem.element_bytes
     per_group = cdiv(problem.M, max(1, problem.num_groups))
@@ -78,7 +78,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += two_widths(k)
         found += narrowed_configs(problem.M, k) if code.elementwise else []
         found += narrowed_features(problem.N, k) if code.elementwise and problem.M > FEW_TOKENS else []
-    found = [fitted(problem, in_bands(problem, config), code) for config in found]
+    found = [fitted(problem, in_bands(problem, config, num_sms), code) for config in found]
     return [config for config in dict.fromkeys(found) if not why_not(problem, config, code)]
 
 
@@ -150,7 +150,7 @@ def narrowed_features(num_features: int, k: int) -> list[Config]:
     return found
 
 
-def in_bands(problem: Problem, config: Config) -> Config:
+def in_bands(problem: Problem, config: Config, num_sms: int) -> Config:
     """Return a plain GEMM's config with tiles walked in bands for which the L2 sends no more than it has to.
 
     Bands are high, so that y, which is read once a band, comes from memory seldom; where neighbours would ask the L2
@@ -165,7 +165,7 @@ def in_bands(problem: Problem, config: Config) -> Config:
         return sum(rows * share for rows, share in rows_of_neighbours(problem, config))
 
     def cycles(config: Config) -> int:
-        return round(sent_cycles(problem, config, tensor, H200.num_sms))
+        return round(sent_cycles(problem, config, tensor, num_sms))
 
     high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
     low = low[-1:] if y_bytes > L2_KEEPS else sorted(low, key=rows)
@@ -174,5 +174,5 @@ def in_bands(problem: Problem, config: Config) -> Config:
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
     """Return the config that should be fastest; None if none fits."""
-    found = candidates(problem, code)
+    found = candidates(problem, code, num_sms)
     return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)
