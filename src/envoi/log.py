@@ -33,7 +33,7 @@ def call(name: str, names: Sequence[str], arguments: Sequence[Any]) -> None:
     """Log an operator's call from level CALL on. names: of its arguments; fewer may come if the last are defaults."""
     if LEVEL >= CALL:
         given = zip(names, arguments, strict=False)
-        _write("call %s(%s)", name, ", ".join(f"{n}={text(x)}" for n, x in given if x is not None and x != []))
+        _logger.info("call %s(%s)", name, ", ".join(f"{n}={text(x)}" for n, x in given if x is not None and x != []))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
@@ -42,13 +42,13 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
         given = zip(kernel.arg_names, arguments, strict=False)
         kept = [f"{name}={text(x)}" for name, x in [*options.items(), *given] if isinstance(x, (int, str))]
         kept += [_config(x) for x in arguments if is_dataclass(x)]
-        _write("config %s, grid %s: %s", kernel.__name__, tuple(grid), " ".join(kept))
+        _logger.info("config %s, grid %s: %s", kernel.__name__, tuple(grid), " ".join(kept))
 
 
 def gemm_by_torch(a: Any, b: Any) -> None:
     """Log from level CONFIG on that torch computes a GEMM."""
     if LEVEL >= CONFIG:
-        _write("config gemm of %s and %s: torch", text(a), text(b))
+        _logger.info("config gemm of %s and %s: torch", text(a), text(b))
 
 
 def _config(x: Any) -> str:
@@ -76,10 +76,6 @@ class _Stderr(logging.StreamHandler):
             super().emit(record)
 
 
-def _write(message: str, *arguments: Any) -> None:
-    _logger.info(message, *arguments)
-
-
 def _start() -> None:
     _logger.setLevel(logging.INFO)
     handler = _Stderr()
@@ -100,7 +96,7 @@ def _listen_to_triton() -> None:
         function = getattr(event["src"], "fn", None)  # None for a source that isn't Python
         if function is not None and function.__module__.startswith("envoi"):
             how = "from the disk cache" if event["cache_hit"] else f"{event['times'].total / 1e6:.2f} s"
-            _write("compile %s: %s", function.__name__, how)
+            _logger.info("compile %s: %s", function.__name__, how)
 
     knobs.compilation.listener = listener
 

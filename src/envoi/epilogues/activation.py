@@ -51,7 +51,7 @@ class Program(NamedTuple):
     result: int
 
 
-def expect_activation(value: Any, name: str = "activation") -> str:
+def expect_activation(value: Any) -> str:
     """Return the name of an activation, or the text of a user's.
 
     value: one of ACTIVATIONS, a text, or a function as `written` takes it. Raises ValueError for anything else.
@@ -60,16 +60,16 @@ def expect_activation(value: Any, name: str = "activation") -> str:
         try:
             _parsed(value)
         except ValueError as error:
-            raise ValueError(f"{name}: expected a text that envoi.experts.pack has written, {error}") from None
+            raise ValueError(f"activation: expected a text that envoi.experts.pack has written, {error}") from None
         return value
     if callable(value) and not isinstance(value, type):
         return written(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"{name}: expected one of {', '.join(map(repr, ACTIVATIONS))} or a function of gate and up, or of up, "
+            f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))} or a function of gate and up, or of up, "
             f"got {value!r}"
         )
-    return expect_choice(name, value, ACTIVATIONS)
+    return expect_choice("activation", value, ACTIVATIONS)
 
 
 def written(function: Callable | Epilogue) -> str:

@@ -86,6 +86,6 @@ def format_named(name: str, argument: str = "format") -> Format:
     return FORMATS[expect_choice(argument, name, FORMATS)]
 
 
-def scheme_named(name: str, argument: str = "scheme") -> Scheme:
+def scheme_named(name: str) -> Scheme:
     """Return the Scheme with a name. Raises ValueError that lists the names."""
-    return SCHEMES[expect_choice(argument, name, SCHEMES)]
+    return SCHEMES[expect_choice("scheme", name, SCHEMES)]

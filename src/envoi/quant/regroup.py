@@ -16,7 +16,6 @@ from envoi.quant import int4
 from envoi.quant.bits import as_bytes, concatenate, e8m0_ceil, e8m0_to_float
 from envoi.quant.cast import dequantize, expand_sf
 from envoi.quant.formats import INT4, Scheme
-from envoi.quant.fragments import to_rows
 from envoi.quant.pack import pack_weight, with_checked_scales
 from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
@@ -272,11 +271,6 @@ def requantize(
     bounded = all(part.scales_at_most_2 for part in parts)
     scale = None if parts[0].scale is None else torch.cat([part.scale for part in parts])
     return QuantTensor(values, sf, parts[0].group, scale, scales_at_most_2=bounded)
-
-
-def by_rows(x: QuantTensor) -> QuantTensor:
-    """Return x with its values by rows: a copy if they are in the order of the tensor cores."""
-    return x if x.order == "rows" else to_rows(x)
 
 
 def share_factors(x: QuantTensor, parts: int) -> tuple[QuantTensor, int]:

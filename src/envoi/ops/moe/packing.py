@@ -23,7 +23,7 @@ from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import FORMATS, SCHEMES, Format, format_named
 from envoi.quant.fp8_fragments import to_fp8_fragments, why_not_fp8_fragments
-from envoi.quant.fragments import to_fragments, why_not_fragments
+from envoi.quant.fragments import to_fragments, to_rows, why_not_fragments
 from envoi.quant.pack import (
     deinterleave_gate_up,
     expect_bf16_numbers,
@@ -219,7 +219,7 @@ def _stored(
             regroup.as_integers(weight.values, weight.sf, weight.zeros, name)
         if weight.scale is not None:
             weight = replace(weight, scale=regroup.row_scales(weight.scale, weight.shape, name))
-        return regroup.by_rows(weight)
+        return to_rows(weight)
     if sf is not None and (format == "int4" or zeros is not None):
         if scale is not None or block is not None:
             raise ValueError(f"{name}_scale, weight_block_size: expected None beside INT4 weights, got one of them")

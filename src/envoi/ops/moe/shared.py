@@ -15,9 +15,9 @@ import torch
 from envoi.check import dtype_name, expect_tensor
 from envoi.epilogues.activation import ACTIVATIONS, computed
 from envoi.ops.moe.packing import FLOATS
-from envoi.quant import regroup
 from envoi.quant.bits import as_bytes, concatenate
 from envoi.quant.formats import format_named
+from envoi.quant.fragments import to_rows
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, with_checked_scales
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
 
@@ -105,7 +105,7 @@ def _as_row(gate: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
 def _by_rows(experts: ExpertWeights) -> ExpertWeights:
     """Return experts with both weights by rows, a copy if they are in another order."""
     sides = (experts.gate_up, experts.down)
-    gate_up, down = (regroup.by_rows(x) if isinstance(x, QuantTensor) else x for x in sides)
+    gate_up, down = (to_rows(x) if isinstance(x, QuantTensor) else x for x in sides)
     return replace(experts, gate_up=gate_up, down=down)
 
 

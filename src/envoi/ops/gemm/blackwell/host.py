@@ -8,7 +8,6 @@ from envoi.ops.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, w
 from envoi.ops.gemm.hopper.host import Call, as_stored, epilogue_descriptors, max_experts, scratch, units
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import as_one_matrix, descriptor
-from envoi.runtime.triton_compat import FP_FUSION
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 
@@ -75,15 +74,6 @@ def factors_descriptor(packed: torch.Tensor | None, rows: int, config: Blackwell
     box = [1, rows // 128, config.block_k // (4 * config.sf_group), 2, 256]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=5)  # tcgen05_copy takes no swizzle
     return TensorDescriptor.from_tensor(packed[None], box, layout)
-
-
-def launch_gemm(call: Call, config: BlackwellConfig, num_sms: int) -> None:
-    """Launch the kernel on the current stream."""
-    from envoi.ops.gemm.blackwell.kernel import gemm_kernel
-
-    grid, args = arguments(call, config, num_sms)
-    kernel: Any = gemm_kernel
-    kernel[grid](*args, num_warps=config.num_warps, **FP_FUSION)
 
 
 def _factor_group(call: Call) -> int:

@@ -1,20 +1,13 @@
 """Host side of the Hopper GEMM for MX weights: supported calls, the two launches."""
 
+from functools import partial
 from typing import cast
 
 import torch
 
 from envoi.epilogues.ir import IR
-from envoi.epilogues.library import store
-from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import (
-    chunk_columns,
-    empty_outputs,
-    operand_tensors,
-    output_specs,
-    reduces_rows,
-    rows_must_fit,
-)
+from envoi.epilogues.lower import Lowered
+from envoi.epilogues.outputs import chunk_columns, rows_must_fit
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.ops.gemm.hopper.host import as_stored, max_experts
 from envoi.ops.gemm.hopper_mx.config import NARROW, MxConfig, default_config
@@ -24,6 +17,8 @@ from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import as_one_matrix, descriptor, is_tma_ready, tma_ready
 from envoi.types import Matrix, QuantTensor
+
+WIDENED_ROWS = 8  # rows of tokens that a program of `widen_kernel` widens
 
 
 def why_not_mx(a: Matrix, b: Matrix, ir: IR) -> str:
@@ -42,8 +37,7 @@ def why_not_mx(a: Matrix, b: Matrix, ir: IR) -> str:
     if ir.takes_halves:
         return "halves of the weights' rows"
     if rows_must_fit(ir):
-        N = b.shape[-2]
-        return "whole rows" if N <= triton_host.MAX_TILE_N else triton_host.why_not_triton(ir, N)
+        return triton_host.why_not_rows(ir, b.shape[-2])
     return "" if chunk_columns(ir) <= NARROW else f"a chunk of {chunk_columns(ir)} columns"
 
 
@@ -54,7 +48,7 @@ def room_for_tokens(a: Matrix) -> torch.Tensor:
 
 
 def tokens_arguments(
-    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8
+    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None
 ) -> tuple[tuple[int, int], tuple]:
     """Return the grid and the arguments of `tokens.widen_kernel`, which writes tokens to `out` as bf16.
 
@@ -64,9 +58,9 @@ def tokens_arguments(
     M, K = a.shape
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
     values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
-    return (cdiv(M, rows), cdiv(K, 512)), (
+    return (cdiv(M, WIDENED_ROWS), cdiv(K, 512)), (
         values, sf, out, None if offsets is None else offsets[-1:], M, K, values.stride(0), sf.stride(0),
-        out.stride(0), isinstance(a, QuantTensor), bits, rows, devices.on_gpu(out.device),
+        out.stride(0), isinstance(a, QuantTensor), bits, WIDENED_ROWS, devices.on_gpu(out.device),
     )  # fmt: skip
 
 
@@ -89,25 +83,13 @@ def run_gemm(
     config: MxConfig | None = None, grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`."""
-    b = cast(QuantTensor, b)
-    M, N = a.shape[0], b.shape[-2]
-    num_groups = 0 if offsets is None else b.shape[0]
-    tensors, pointers = operand_tensors(ir, operands, num_groups)
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
-    if rows_must_fit(ir):
-        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
-        plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], config, grouping)
-        triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
-    else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
-        _launch(a, b, offsets, code, tensors, written, config, grouping)
-    return triton_host.finish_outputs(ir, written, offsets) if reduces_rows(ir) else written
+    launch_gemm = partial(_launch, a, cast(QuantTensor, b), offsets, config, grouping)
+    return triton_host.run_with_rows(launch_gemm, a, b, offsets, ir, out_dtype, operands, grouping)
 
 
 def _launch(
-    a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: MxConfig | None, grouping: Grouping,
+    a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, config: MxConfig | None, grouping: Grouping,
+    code: Lowered, operands: tuple, outputs: list[torch.Tensor],
 ) -> None:  # fmt: skip
     from envoi.ops.gemm.hopper_mx.kernel import mx_kernel
     from envoi.ops.gemm.hopper_mx.tokens import widen_kernel

@@ -8,7 +8,6 @@ many tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
 from envoi.quant.fragments import TILE
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.program import Launch
 from envoi.spans import span
 from envoi.types import QuantTensor
 
@@ -25,8 +25,6 @@ MAX_TOPK = 32
 REGISTERS = 128
 COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
 PERMUTING = 128  # slots up to which each has a program of its own
-
-Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,13 @@ def rows(
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     buffers = empty_buffers(tokens, topk_ids, layer)
     configs = configs_of(layer, topk_ids.numel())
-    for name, (kernel, grid, arguments, options) in (
+    for name, call in (
         ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
         ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
         ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
     ):
         with span(name):
-            launch(kernel, grid, arguments, options)
+            launch(*call)
     return buffers.rows, buffers.slot_to_pos
 
 
@@ -144,21 +142,20 @@ def permute_launch(
     (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, devices.on_gpu(tokens.device)
     block = min(COUNTED, max(16, next_power_of_2(topk_ids.numel())))
     each = k if M * k <= PERMUTING else 1
-    return permute_kernel, (M * each + -(-(E + 1) // EXPERTS),), (
+    arguments = (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
         buffers.routed_factors, buffers.row_weights, buffers.hidden_factors if layer.fp8 else None, M, E, H, k,
         next_power_of_2(k), block, next_power_of_2(H), EXPERTS, each, on_gpu, on_gpu,
-    ), {"num_warps": 8}  # fmt: skip
+    )  # fmt: skip
+    return Launch(permute_kernel, (M * each + -(-(E + 1) // EXPERTS),), arguments, {"num_warps": 8})
 
 
-def gemm_launch(
-    layer: Layer, buffers: Buffers, topk_ids: torch.Tensor, config: FewConfig, num_ctas: int | None = None
-) -> Launch:
+def gemm_launch(layer: Layer, buffers: Buffers, topk_ids: torch.Tensor, config: FewConfig) -> Launch:
     """Build the launch of L1 or L2, which the config says."""
     from envoi.ops.gemm.hopper_w4a16.kernel_few import few_kernel
 
     device = buffers.rows.device
-    num_ctas = num_ctas or config.ctas_per_sm * devices.num_sms(device)
+    num_ctas = config.ctas_per_sm * devices.num_sms(device)
     num_sums = num_ctas * 16 * config.num_warps * config.tile_tokens
     sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     flags = workspace.counters(num_ctas, device)
@@ -171,11 +168,13 @@ def gemm_launch(
     values, factors, out, out_factors = sides
     values = values if config.quantises else values.view(torch.float8_e4m3fn)
     tables = tables_on(device) if config.looks_up else None
-    return few_kernel, (num_ctas,), (
+    arguments = (
         values, factors, weights.values.view(torch.int32), as_words(weights.sf), weights.zeros, weights.scale, tables,
         buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
         sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
-    ), {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}  # fmt: skip
+    )  # fmt: skip
+    options = {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}
+    return Launch(few_kernel, (num_ctas,), arguments, options)
 
 
 def as_words(sf: torch.Tensor) -> torch.Tensor:

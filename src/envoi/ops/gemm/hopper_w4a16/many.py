@@ -1,13 +1,13 @@
 """GEMMs by expert with weights in fragment order: what the kernel for many tokens can take, and its launch."""
 
+from functools import partial
 from typing import cast
 
 import torch
 
 from envoi.epilogues.ir import IR
-from envoi.epilogues.library import store
-from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
+from envoi.epilogues.lower import Lowered
+from envoi.epilogues.outputs import chunk_columns, rows_must_fit
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import as_stored, max_experts
 from envoi.ops.gemm.hopper_w4a8.config import TILE, W4A8Config, w4a8_config
@@ -30,7 +30,7 @@ def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     if ir.takes_halves:
         return "halves of the weights' rows"
     if rows_must_fit(ir):
-        return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.why_not_triton(ir, b.shape[-2])
+        return triton_host.why_not_rows(ir, b.shape[-2])
     return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
 
 
@@ -39,20 +39,8 @@ def run(
     grouping: Grouping, config: W4A8Config | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
-    M, N = a.shape[0], b.shape[-2]
-    tensors, pointers = operand_tensors(ir, operands, b.shape[0])
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
-    if M == 0 or b.shape[0] == 0:
-        return triton_host.finish_outputs(ir, written, offsets)
-    if rows_must_fit(ir):
-        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
-        plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], grouping, config)
-        triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, False)
-    else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
-        _launch(a, b, offsets, code, tensors, written, grouping, config)
-    return triton_host.finish_outputs(ir, written, offsets)
+    launch_gemm = partial(_launch, a, b, offsets, config, grouping)
+    return triton_host.run_with_rows(launch_gemm, a, b, offsets, ir, out_dtype, operands, grouping)
 
 
 def chosen(a: torch.Tensor, b: QuantTensor, code: Lowered, grouping: Grouping) -> W4A8Config:
@@ -65,8 +53,8 @@ def chosen(a: torch.Tensor, b: QuantTensor, code: Lowered, grouping: Grouping) -
 
 
 def _launch(
-    a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], grouping: Grouping, config: W4A8Config | None,
+    a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, config: W4A8Config | None, grouping: Grouping,
+    code: Lowered, operands: tuple, outputs: list[torch.Tensor],
 ) -> None:  # fmt: skip
     from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch

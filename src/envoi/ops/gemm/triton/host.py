@@ -1,5 +1,6 @@
 """Host side of the Triton GEMM: supported calls, tiles, launches, and the kernels that finish epilogues."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,6 +201,37 @@ def tile_rows(M: int, block_n: int, a: Matrix) -> tuple[int, int, dict[str, int]
 def max_experts(offsets: torch.Tensor | None) -> int:
     """Return a power of two above the number of experts; 0 in a dense GEMM."""
     return 0 if offsets is None else max(2, next_power_of_2(offsets.shape[0]))
+
+
+def why_not_rows(ir: IR, N: int) -> str:
+    """Return why `run_with_rows` can't give an epilogue whole rows of N columns; "" if it can.
+
+    Of short ones, which a tile here holds, the Triton kernels finish the epilogue themselves.
+    """
+    return "whole rows" if N <= MAX_TILE_N else why_not_triton(ir, N)
+
+
+def run_with_rows(
+    launch_gemm: Callable[[Lowered, tuple, list[torch.Tensor]], None], a: Matrix, b: Matrix,
+    offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, grouping: Grouping,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the flat outputs of a GEMM by one of Hopper's kernels; where the epilogue needs whole rows, it follows.
+
+    launch_gemm: of the kernel, with code, its operands and its outputs.
+    """
+    M, N = a.shape[0], b.shape[-2]
+    tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
+    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
+    if 0 in (M, b.shape[0]):
+        return finish_outputs(ir, written, offsets)
+    if rows_must_fit(ir):
+        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
+        launch_gemm(lower(store.ir, torch.float32, "gluon", False, False, frozenset()), (), [acc])
+        finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
+    else:
+        code = lower(ir, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
+        launch_gemm(code, tensors, written)
+    return finish_outputs(ir, written, offsets)
 
 
 def finish_rows(

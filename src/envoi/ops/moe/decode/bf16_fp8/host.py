@@ -13,13 +13,12 @@ from envoi.ops.gemm.hopper.host import as_stored
 from envoi.ops.moe.decode.bf16_fp8.config import CTAS, FEATURES, DecodeConfig, configs_of
 from envoi.ops.moe.permute import combine_rows
 from envoi.runtime import devices
+from envoi.runtime.program import Launch
 from envoi.runtime.tma import as_one_matrix, descriptor, halves_descriptor
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix
 
 ALIGNED = 16  # elements and bytes: rows of tokens are copied in pieces of 16 bytes
-
-Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ def run(
     routed = Routed(topk_weights.contiguous(), topk_ids.contiguous())
     buffers = empty_buffers(tokens, topk_ids, experts)
     l1, l2 = configs_of(experts, *topk_ids.shape)
-    for name, (kernel, grid, arguments, options) in (
+    for name, call in (
         ("L1", l1_launch(tokens, routed, experts, buffers, l1)),
         ("L2", l2_launch(routed, experts, buffers, l2)),
     ):
         with span(name):
-            launch(kernel, grid, arguments, options)
+            launch(*call)
     with span("combine"):
         return combine_rows(buffers.rows, buffers.slot_to_pos, few=True)
 
@@ -108,10 +107,12 @@ def _launch(
     tensors, pointers = operand_tensors(ir, {operand.name: given[operand.name] for operand in ir.operands}, num_experts)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
     desc, sf = _weights(weights, code, config)
-    return few_kernel, (CTAS * devices.num_sms(x.device),), (
+    arguments = (
         desc, sf, x, x.stride(0), tensors or (0,), (out,), routed.topk_ids, routed.topk_weights, buffers.row_weights,
         buffers.slot_to_pos, weights.shape[-2], num_experts, routed.topk_ids.numel(), config, code,
-    ), {"num_warps": 4, "launch_pdl": not config.is_l1}  # fmt: skip
+    )  # fmt: skip
+    grid, options = (CTAS * devices.num_sms(x.device),), {"num_warps": 4, "launch_pdl": not config.is_l1}
+    return Launch(few_kernel, grid, arguments, options)
 
 
 def _weights(weights: Matrix, code: Lowered, config: DecodeConfig) -> tuple[Any, torch.Tensor | None]:
