@@ -10,7 +10,6 @@ import triton.language as tl
 from envoi import env
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 AMAX_FLOOR: tl.constexpr = tl.constexpr(1e-30)
 INTERPRETED: tl.constexpr = tl.constexpr(env.interpreting())
 INF: tl.constexpr = tl.constexpr(float("inf"))

@@ -173,7 +173,7 @@ def gemm_launch(layer: Layer, buffers: Buffers, topk_ids: torch.Tensor, config: 
         buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
         sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
     )  # fmt: skip
-    options = {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}
+    options = {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": True}
     return Launch(few_kernel, (num_ctas,), arguments, options)
 
 

@@ -51,7 +51,6 @@ class FewConfig(Constant):
     late: steps at the end of a group whose weights are requested when its products begin; those of the others are
         requested a group earlier.
     prefetches: ask for weights of the group after the next one to be brought into the L2 cache.
-    overlaps: programmatic dependent launch.
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
     int4: form of INT4 weights, None for MXFP4.
@@ -70,7 +69,6 @@ class FewConfig(Constant):
     max_slots: int = 0
     late: int = 0
     prefetches: bool = False
-    overlaps: bool = True
     fp8: bool = False
     looks_up: bool = False
     int4: Int4Form | None = None
@@ -120,7 +118,7 @@ class FewConfig(Constant):
     @property
     def waits_first(self) -> bool:
         """Return True if the kernel can do nothing before the previous one has ended."""
-        return self.overlaps and self.is_l1 and not self.reads_ids
+        return self.is_l1 and not self.reads_ids
 
     @property
     def num_row_tiles(self) -> int:

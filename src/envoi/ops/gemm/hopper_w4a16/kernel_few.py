@@ -358,7 +358,7 @@ def few_kernel(
     """
     if cfg.waits_first:
         wait_for_grid()
-    if cfg.overlaps and not cfg.reads_ids:
+    if not cfg.reads_ids:
         let_next_start()
     if cfg.fp8:
         tokens = Fp8Tokens.create(values, factors, tables, cfg)
@@ -368,7 +368,7 @@ def few_kernel(
     outputs = Outputs(scale, bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
     schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
     units = schedule.num_units()
-    if cfg.overlaps and cfg.reads_ids and units == 0:
+    if cfg.reads_ids and units == 0:
         wait_for_grid()  # all CTAs would end at once otherwise, and L2 would start and read `offsets` too early
     parts = Parts(sums, flags, units, gl.maximum(gl.minimum(gl.num_programs(0), units), 1))
     worker = parts.workers - 1 - gl.program_id(0)
@@ -398,9 +398,9 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
     held = ()
     for i in gl.static_range(ahead):
         held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32), cfg.zero_tail),)
-    if cfg.overlaps and not cfg.waits_first:
+    if not cfg.waits_first:
         wait_for_grid()
-    if cfg.overlaps and cfg.reads_ids:
+    if cfg.reads_ids:
         let_next_start()
     tokens.fetch(tile)
     for t in range(first, last):

@@ -38,7 +38,7 @@ DRAWS = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
 
 @dataclass(frozen=True)
 class W4A8Config(SwappedTiles):
-    """Constants of the kernel: tiles of its consumers' features, row_tiles * 64 each, and block_y tokens.
+    """Constants of the kernel: tiles of row_tiles * 64 features and block_y tokens.
 
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
     memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`). ctas: on an SM.
@@ -53,20 +53,20 @@ class W4A8Config(SwappedTiles):
     block_y: int
     num_stages: int
     num_steps: int
-    row_tiles: int
     stages_per_turn: int
     looks_up: bool
-    num_consumers: int
     ctas: int
     widths: int = 1
     widened: str = "e4m3"
     reduces_rows: bool = False
     max_experts: int = 32
-    epilogue_tokens: int = 64
-    rows_per_consumer: int = TILE  # of one run of the epilogue
-    num_warps: int = 4
-    swizzle_rows: int = 8
     int4: Int4Form | None = None
+
+    row_tiles = 2
+    num_consumers = 1  # two in a CTA, with one CTA on an SM, took longer: notes/2026-11-fp8-fp4.md
+    num_warps = 4
+    rows_per_consumer = TILE  # of one run of the epilogue
+    swizzle_rows = 8
 
     @property
     def epilogue_in_place(self) -> bool:
@@ -96,12 +96,7 @@ class W4A8Config(SwappedTiles):
     @property
     def registers(self) -> int:
         """Registers of a thread with which the kernel starts, so that all CTAs fit."""
-        return min(255, REGISTERS // (128 * (self.num_consumers + 1) * self.ctas) // 8 * 8)
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread of the second consumer; the first has what others leave."""
-        return (self.registers * 3 - self.producer_registers) // 2 // 8 * 8
+        return min(255, REGISTERS // (256 * self.ctas) // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
@@ -111,22 +106,12 @@ class W4A8Config(SwappedTiles):
     @property
     def options(self) -> dict[str, int]:
         """Options of the launch."""
-        return {"num_warps": self.num_warps, **({"maxnreg": self.registers} if self.ctas > 1 else {})}
+        return {"num_warps": self.num_warps, "maxnreg": self.registers}
 
     @property
     def block_x(self) -> int:
         """Features of a tile."""
-        return self.num_consumers * self.row_tiles * TILE
-
-    @property
-    def block_n(self) -> int:
-        """Features of a tile."""
-        return self.block_x
-
-    @property
-    def num_row_tiles(self) -> int:
-        """Tiles of weights that a stage has side by side."""
-        return self.num_consumers * self.row_tiles
+        return self.row_tiles * TILE
 
     @property
     def stages_of_k(self) -> int:
@@ -137,7 +122,7 @@ class W4A8Config(SwappedTiles):
     def stage_bytes(self) -> int:
         """Bytes of a stage in shared memory."""
         tile = WEIGHT_BYTES + 4 * self.factor_words + (TMA_STEP if self.zero_bytes else 0)
-        return self.block_y * ROW_BYTES + self.steps_per_stage * self.num_row_tiles * tile
+        return self.block_y * ROW_BYTES + self.steps_per_stage * self.row_tiles * tile
 
 
 @cache
@@ -194,14 +179,13 @@ def config_of(
     ctas = 3 if block_y == 16 and num_experts <= MOST_OF_THREE else 2
     turn = 2 if widths > 1 and widened == "e4m3" else 4  # loops for four widths share the instruction cache
     return W4A8Config(
-        block_y, MAX_STAGES, K // TILE, row_tiles=2, stages_per_turn=turn, looks_up=looks_up, num_consumers=1,
-        ctas=ctas, widths=widths, max_experts=max(32, next_power_of_2(num_experts)), widened=widened,
-        reduces_rows=reduces_rows, int4=int4,
+        block_y, MAX_STAGES, K // TILE, turn, looks_up, ctas, widths, widened, reduces_rows,
+        max(32, next_power_of_2(num_experts)), int4,
     )  # fmt: skip
 
 
 def fitted(config: W4A8Config) -> W4A8Config:
     """Return the config with as many stages as fit the shared memory, less what barriers and epilogues take."""
     room = (SHARED_BYTES + 1024) // config.ctas - 1024
-    room -= RESERVED_BYTES + config.num_consumers * TURNED_BYTES + (config.num_consumers + 1) * 4 * config.max_experts
+    room -= RESERVED_BYTES + TURNED_BYTES + 2 * 4 * config.max_experts
     return replace(config, num_stages=min(config.num_stages, room // config.stage_bytes))

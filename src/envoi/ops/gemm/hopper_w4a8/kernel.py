@@ -2,9 +2,9 @@
 
 Two or three CTAs on each SM: one's products hide another's epilogue. The warps of one are split into roles:
 
-    role         warps   registers a thread   work
-    consumer 0   4       what the others leave    its features of each tile: widening, products, epilogue
-    producer     1       24, or more by experts   TMA loads of tokens, weights and factors
+    role       warps   registers a thread       work
+    consumer   4       what the other leaves    widening, products, epilogue
+    producer   1       24, or more by experts   TMA loads of tokens, weights and factors
 
     acc += widened(weights of 64 of K) @ tokens of 64 of K    factors are in the operand, all else in the epilogue
 
@@ -14,13 +14,12 @@ Two or three CTAs on each SM: one's products hide another's epilogue. The warps 
     nvfp4            NVFP4             bf16     1                          2^8, the weights' scale
     int4             INT4              bf16     1
 
-While the tensor cores multiply 64 of K, a consumer widens the next: products of two steps are in flight. An expert's
-last tile may be as narrow as its rows allow (`tile_scheduler`). Configs may also have two consumers, which share a
-tile's tokens and have the next features each.
+While the tensor cores multiply 64 of K, the consumer widens the next: products of two steps are in flight. An expert's
+last tile may be as narrow as its rows allow (`tile_scheduler`).
 
-    barrier of `Ring`   arrivals                           who waits
-    full                1: TMA, all bytes of a stage       consumers
-    empty               1 or 2: consumers after products   producer
+    barrier of `Ring`   arrivals                       who waits
+    full                1: TMA, all bytes of a stage   consumer
+    empty               1: consumer after products     producer
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +43,9 @@ from envoi.ops.gemm.hopper_w4a16.fragments import NVFP4_UP, to_bf16
 from envoi.ops.gemm.hopper_w4a16.int4 import int4_to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.ring import Ring
-from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
+from envoi.runtime.triton_compat import role_barrier, tma_load
+
+EPILOGUE_TOKENS = gl.constexpr(64)  # of one run of the epilogue
 
 
 class Sources(NamedTuple):
@@ -59,7 +60,7 @@ class Sources(NamedTuple):
 
 @aggregate
 class Stages:
-    """Ring of stages: 128 bytes of each token, and all consumers' weights for that part of K."""
+    """Ring of stages: 128 bytes of each token, and the weights for that part of K."""
 
     tokens: gl.shared_memory_descriptor  # E4M3 [num_stages, block_y, 128] or bf16 [num_stages, block_y, 64]
     words: gl.shared_memory_descriptor  # int32 [num_stages * row tiles, 2 * steps_per_stage, 256]
@@ -75,7 +76,7 @@ class Stages:
     def create(x_desc, w_desc, f_desc, z_desc, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
         num_stages: gl.constexpr = cfg.num_stages
-        num_tiles: gl.constexpr = cfg.num_stages * cfg.num_row_tiles
+        num_tiles: gl.constexpr = cfg.num_stages * cfg.row_tiles
         tokens = gl.allocate_shared_memory(x_desc.dtype, [num_stages] + x_desc.block_type.shape, x_desc.layout)
         words = gl.allocate_shared_memory(gl.int32, [num_tiles] + w_desc.block_type.shape, w_desc.layout)
         factors = gl.allocate_shared_memory(gl.int32, [num_tiles] + f_desc.block_type.shape, f_desc.layout)
@@ -99,10 +100,10 @@ class Stages:
             self.fill_tokens(descs, stage, tile.y, k_stage, 0)
         else:
             self.fill_by_width(descs, stage, tile.y, k_stage, width)
-        num_row_tiles: gl.constexpr = cfg.num_row_tiles
-        for r in gl.static_range(num_row_tiles):
+        row_tiles: gl.constexpr = cfg.row_tiles
+        for r in gl.static_range(row_tiles):
             row_tile = (first_tile + r) * cfg.num_steps + k_stage * cfg.steps_per_stage
-            slot = stage * num_row_tiles + r
+            slot = stage * row_tiles + r
             tma_load(descs.words, [row_tile * 2, 0], self.ring.full.index(stage), self.words.index(slot))
             tma_load(descs.factors, [row_tile, 0], self.ring.full.index(stage), self.factors.index(slot))
             if descs.zeros is not None:
@@ -124,10 +125,10 @@ class Stages:
     @gluon.jit
     def fill_tokens(self, descs, stage, token, k_stage, WIDTH: gl.constexpr):
         """Producer: expect all bytes of a stage, and load its tokens: all, or as many boxes as a narrower tile has."""
-        num_row_tiles: gl.constexpr = self.cfg.num_row_tiles
+        row_tiles: gl.constexpr = self.cfg.row_tiles
         full = self.ring.full.index(stage)
         tile_bytes: gl.constexpr = descs.words.block_type.nbytes + descs.factors.block_type.nbytes + self.cfg.zero_bytes
-        self.ring.expect(stage, (descs.tokens.block_type.nbytes >> WIDTH) + tile_bytes * num_row_tiles)
+        self.ring.expect(stage, (descs.tokens.block_type.nbytes >> WIDTH) + tile_bytes * row_tiles)
         if WIDTH == 0:
             tma_load(descs.tokens, [token, k_stage * self.cfg.block_k], full, self.tokens.index(stage))
         else:
@@ -146,7 +147,7 @@ class Stages:
     def multiply(self, step, row_tile, acc, lut, PART: gl.constexpr, dot: gl.constexpr):
         """Consumer: widen a tile of weights, part PART of a stage along K, and start its products with the tokens."""
         T: gl.constexpr = acc.shape[1]
-        slot = self.ring.stage(step) * self.cfg.num_row_tiles + row_tile
+        slot = self.ring.stage(step) * self.cfg.row_tiles + row_tile
         words = self.words.index(slot).slice(2 * PART, 2, 0).load(words_layout)
         factors = self.factors.index(slot).slice(PART, 1, 0)
         if self.cfg.widened == "e4m3":
@@ -186,8 +187,8 @@ def producer(x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem):
 
 
 @gluon.jit
-def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot: gl.constexpr):
-    """Return the accumulators of a consumer's row tiles plus the products of STEPS times 64 of K, from `step` on.
+def multiply(accs, stages, step, lut, STEPS: gl.constexpr, dot: gl.constexpr):
+    """Return the accumulators of a tile's row tiles plus the products of STEPS times 64 of K, from `step` on.
 
     The products of one step are in flight while the next one is widened.
     """
@@ -199,7 +200,7 @@ def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot:
             stages.ring.wait_full(step + i // each)
         made = ()
         for r in gl.static_range(row_tiles):
-            acc = stages.multiply(step + i // each, R * row_tiles + r, accs[r], lut, i % each, dot)
+            acc = stages.multiply(step + i // each, r, accs[r], lut, i % each, dot)
             made = made + (acc,)
         accs = waited(made, in_flight if i + 1 < STEPS else 0)
         if i > 0 and i % each == 0:
@@ -209,8 +210,8 @@ def multiply(accs, stages, step, lut, R: gl.constexpr, STEPS: gl.constexpr, dot:
 
 
 @gluon.jit
-def consumer(stages, lut, epilogue, R: gl.constexpr):
-    """Role: multiply this consumer's features of every tile, then the epilogue. R: which of the consumers."""
+def consumer(stages, lut, epilogue):
+    """Role: multiply every tile, then the epilogue."""
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
     tiles = Tiles.create(problem)
@@ -219,29 +220,29 @@ def consumer(stages, lut, epilogue, R: gl.constexpr):
     for t in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         tile, width = tiles.tile(t)
         if cfg.widths == 1:
-            multiply_tile(stages, step, lut, tile, buffers, epilogue, R, cfg.block_y)
+            multiply_tile(stages, step, lut, tile, buffers, epilogue, cfg.block_y)
         else:
-            multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R)
+            multiply_by_width(stages, step, lut, tile, width, buffers, epilogue)
         step += cfg.stages_of_k
 
 
 @gluon.jit
-def multiply_by_width(stages, step, lut, tile, width, buffers, epilogue, R: gl.constexpr):
+def multiply_by_width(stages, step, lut, tile, width, buffers, epilogue):
     """Run `multiply_tile` for a width that is known at run time."""
     block_y: gl.constexpr = stages.cfg.block_y
     if width == 0:
-        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y)
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, block_y)
     elif width == 1:
-        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 2)
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, block_y // 2)
     elif width == 2:
-        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 4)
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, block_y // 4)
     else:
-        multiply_tile(stages, step, lut, tile, buffers, epilogue, R, block_y // 8)
+        multiply_tile(stages, step, lut, tile, buffers, epilogue, block_y // 8)
 
 
 @gluon.jit
-def multiply_tile(stages, step, lut, tile, buffers, epilogue, R: gl.constexpr, T: gl.constexpr):
-    """Multiply a consumer's features of a tile of T tokens, whose stages begin at `step`, then run the epilogue."""
+def multiply_tile(stages, step, lut, tile, buffers, epilogue, T: gl.constexpr):
+    """Multiply a tile of T tokens, whose stages begin at `step`, then run the epilogue."""
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
     row_tiles: gl.constexpr = cfg.row_tiles
@@ -255,18 +256,17 @@ def multiply_tile(stages, step, lut, tile, buffers, epilogue, R: gl.constexpr, T
     for _r in gl.static_range(row_tiles):
         accs = accs + (gl.full((64, T), 0.0, gl.float32, mma),)
     for _i in range(num_turns):
-        accs = multiply(accs, stages, step, lut, R, turn, dot)
+        accs = multiply(accs, stages, step, lut, turn, dot)
         step += cfg.stages_per_turn
     if rest > 0:
-        accs = multiply(accs, stages, step, lut, R, rest, dot)
-    share = Tile(tile.x + R * row_tiles * 64, tile.y, tile.row_end, tile.expert)
-    if share.x < problem.N:
+        accs = multiply(accs, stages, step, lut, rest, dot)
+    if tile.x < problem.N:
         if cfg.widened == "nvfp4":
             accs = times(accs, NVFP4_UP)
         if cfg.reduces_rows:
-            finish_rows(accs, share, buffers, epilogue)
+            finish_rows(accs, tile, buffers, epilogue)
         else:
-            finish(accs, share, buffers, epilogue)
+            finish(accs, tile, buffers, epilogue)
 
 
 @gluon.jit
@@ -299,14 +299,14 @@ def features_first(tokens, features):
 
 @gluon.jit
 def finish(accs, tile, buffers, epilogue):
-    """Run the epilogue on a consumer's features, some tokens at once, where the products are. tile: the first corner.
+    """Run the epilogue on a tile's features, some tokens at once, where the products are. tile: the first corner.
 
     A thread has two neighbouring features of every token that it has, gate and up where they are in turn: nothing has
     to be moved between threads, and 16 features of a warp are a whole sector of a row of bf16.
     """
     T: gl.constexpr = accs[0].shape[1]
     cfg: gl.constexpr = epilogue.problem.cfg
-    if cfg.epilogue_tokens < T:
+    if EPILOGUE_TOKENS < T:
         firsts = ()
         seconds = ()
         for r in gl.static_range(len(accs)):
@@ -334,12 +334,6 @@ def by_token(acc):
     return acc.reshape([4, 2, 8, acc.shape[1]]).permute([3, 0, 2, 1]).reshape([acc.shape[1], 64])
 
 
-@gluon.constexpr_function
-def consumer_registers(cfg):
-    """Return the registers a thread of the second consumer and of the producer."""
-    return [240 if cfg.ctas == 1 and MORE_REGISTERS.value else cfg.consumer_registers, cfg.producer_registers]
-
-
 # Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
 @gluon.jit(do_not_specialize=["M"])
 def w4a8_kernel(
@@ -362,14 +356,7 @@ def w4a8_kernel(
     rows = RowReductions(row_parts, row_counters)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, None, problem, code)
     role_barrier()
-    if cfg.num_consumers == 1:
-        gl.warp_specialize([
-            (consumer, (stages, lut, epilogue, 0)),
-            (producer, (x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem)),
-        ], [1], [cfg.producer_registers])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (stages, lut, epilogue, 0)),
-            (consumer, (stages, lut, epilogue, 1)),
-            (producer, (x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem)),
-        ], [4, 1], consumer_registers(cfg))  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (stages, lut, epilogue)),
+        (producer, (x_desc, few_desc, w_desc, f_desc, z_desc, stages, problem)),
+    ], [1], [cfg.producer_registers])  # fmt: skip
