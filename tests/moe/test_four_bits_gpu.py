@@ -9,7 +9,6 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.epilogues.activation import activate
 from envoi.epilogues.library import store
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
@@ -41,7 +40,7 @@ from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
 from tests.test_spans import STEPS, seen
 from tools.kernel_cases import gemm_hopper_w4a16 as cases
-from tools.oracles.moe import moe_oracle
+from tools.oracles.moe import activate, moe_oracle
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 

@@ -2,7 +2,6 @@
 
     written    a function -> "relu_gate(gate, up): %2 = relu %0; %3 = mul %2 %1; %3"
     computed   that text, and gate and up -> the activation: recorded in an epilogue, or computed on torch tensors
-    activate   any activation's name or text, interleaved columns -> its values in torch, in the columns' dtype
 
 The text is all that packed experts keep of the function, so that files, other processes and other ranks need no code
 of the user, and equal texts compute equal numbers. %0 and %1 are gate and up, or %0 is up alone.
@@ -15,7 +14,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from envoi.check import expect_choice, fits_float32
 from envoi.epilogues.api import Epilogue
@@ -98,26 +96,6 @@ def written(function: Callable | Epilogue) -> str:
 def computed(text: str, *values: Any) -> Any:
     """Return the activation of gate and up, or of up: values of an epilogue being traced, or float tensors [M, I]."""
     return _run(_parsed(text), values)
-
-
-def activate(h: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
-    """Apply the activation to interleaved gate and up columns [.., 2I], or without a gate to up columns [.., I]; return
-    [.., I] in the dtype of h."""
-    own = ":" in activation
-    if not has_gate(activation):
-        if own:
-            return computed(activation, h)
-        return functional.silu(h) if activation == "silu" else functional.relu(h).square()
-    gate, up = h[..., 0::2], h[..., 1::2]
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if own:
-        return computed(activation, gate, up)
-    if activation == "swiglu_oai":
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    if activation == "swiglu":
-        return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 
 def _run(program: Program, values: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from envoi.check import expect_choice
 from envoi.epilogues.activation import computed, expect_activation, written
@@ -89,6 +90,30 @@ _LEAVE = {
 }
 
 
+def activated(activation: str, limit: float | None, *values: Any) -> Any:
+    """Return an activation of gate and up, or of up alone: values of an epilogue, or float tensors [M, I].
+
+    activation: one of `envoi.epilogues.activation.ACTIVATIONS`, or a user's as text. limit: clamps gate above and up on
+    both sides.
+    """
+    own = ":" in activation
+    if not has_gate(activation):
+        (up,) = values
+        if own:
+            return computed(activation, up)
+        return silu(up) if activation == "silu" else relu(up) * relu(up)
+    gate, up = values
+    if limit is not None:
+        gate, up = minimum(gate, limit), clip(up, -limit, limit)
+    if own:
+        return computed(activation, gate, up)
+    if activation == "swiglu_oai":
+        return (up + 1.0) * gate * sigmoid(OAI_ALPHA * gate)
+    if activation == "swiglu":
+        return silu(gate) * up
+    return gelu(gate, "tanh" if activation == "geglu_tanh" else "none") * up
+
+
 @cache
 def expert_l1(
     activation: str, limit: float | None, has_bias: bool, scheme: str | None, gate_up_layout: str = "interleaved",
@@ -106,30 +131,13 @@ def expert_l1(
     Raises ValueError for another activation, scheme or layout.
     """
     expect_activation(activation)
-    gated, own = has_gate(activation), ":" in activation
     expect_choice("gate_up_layout", gate_up_layout, SPLITS)
     if scheme is not None:
         expect_choice("scheme", scheme, _LEAVE)
     split = SPLITS[gate_up_layout]
 
-    def activate(gate, up):
-        if limit is not None:
-            gate, up = minimum(gate, limit), clip(up, -limit, limit)
-        if own:
-            return computed(activation, gate, up)
-        if activation == "swiglu_oai":
-            return (up + 1.0) * gate * sigmoid(OAI_ALPHA * gate)
-        if activation == "swiglu":
-            return silu(gate) * up
-        return gelu(gate, "tanh" if activation == "geglu_tanh" else "none") * up
-
-    def activate_up(up):
-        if own:
-            return computed(activation, up)
-        return silu(up) if activation == "silu" else relu(up) * relu(up)
-
     def inside(acc):
-        return activate(*split(acc)) if gated else activate_up(acc)
+        return activated(activation, limit, *(split(acc) if has_gate(activation) else (acc,)))
 
     def leave(h):
         if scheme is None:

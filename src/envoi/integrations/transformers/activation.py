@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from envoi.epilogues.activation import GATED, activate, written
-from envoi.epilogues.library import softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
+from envoi.epilogues.activation import GATED, written
+from envoi.epilogues.library import activated, softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
 from envoi.epilogues.vocabulary import gelu, hardswish, relu, sigmoid, softplus, tanh
 from envoi.types import UNGATED
 
@@ -31,26 +31,31 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
 
     def theirs(interleaved: torch.Tensor) -> torch.Tensor:
         if module.is_concatenated:
-            interleaved = torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
+            interleaved = torch.cat(_parted(interleaved), dim=1)
         return apply_gate(interleaved)
 
     # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
     pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
     huge = float(theirs(pairs)[2])
     for activation in (*GATED, *_of_attributes(module), *_of_curves()):
-        zero, one, _ = activate(pairs, activation, None).flatten().tolist()
+        zero, one, _ = activated(activation, None, *_parted(pairs)).flatten().tolist()
         limit = _rounded((huge - zero) / (one - zero), module) if one != zero else None
         tried: dict[tuple[str, float | None], None] = {(activation, limit): None, (activation, None): None}
         if activation == "swiglu" and limit is not None:
             tried[swiglu_clamped_after(limit), None] = None
         for name, clamp in tried:  # a tanh of up looks like a clamp, far away
             probe = _gates_and_ups(limit or 12.0)
-            if torch.allclose(activate(probe, name, clamp), theirs(probe).double(), rtol=1e-4, atol=1e-5):
+            if torch.allclose(activated(name, clamp, *_parted(probe)), theirs(probe).double(), rtol=1e-4, atol=1e-5):
                 return name, clamp
     raise ValueError(
         f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), swiglu_oai, or up times one of "
         f"{', '.join(CURVES)} of gate, with or without a clamp; got another"
     )
+
+
+def _parted(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up of columns that have them in turn."""
+    return interleaved[:, 0::2], interleaved[:, 1::2]
 
 
 def _of_attributes(module: Any) -> Iterable[str]:
@@ -84,7 +89,7 @@ def _named(name: str, function: Callable) -> str:
 def _recognise_ungated(module: Any) -> str:
     side = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu").unsqueeze(0)
     for activation in (*UNGATED, *_curves()):
-        if torch.allclose(activate(side, activation, None), module.act_fn(side).double(), rtol=1e-4, atol=1e-5):
+        if torch.allclose(activated(activation, None, side), module.act_fn(side).double(), rtol=1e-4, atol=1e-5):
             return activation
     raise ValueError(
         f"{type(module).__name__}: expected the activation silu or one of {', '.join(CURVES)} of a plain up_proj, got "
