@@ -145,7 +145,7 @@ def permute_launch(
     arguments = (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
         buffers.routed_factors, buffers.row_weights, buffers.hidden_factors if layer.fp8 else None, M, E, H, k,
-        next_power_of_2(k), block, next_power_of_2(H), EXPERTS, each, on_gpu, on_gpu,
+        next_power_of_2(k), block, next_power_of_2(H), EXPERTS, each, on_gpu,
     )  # fmt: skip
     return Launch(permute_kernel, (M * each + -(-(E + 1) // EXPERTS),), arguments, {"num_warps": 8})
 

@@ -33,7 +33,7 @@ def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.con
 
 
 @triton.jit
-def split_token(x, HARDWARE: tl.constexpr):
+def split_token(x, ON_GPU: tl.constexpr):
     """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
     # As integers, magnitudes compare as they do as numbers, and NaN is above all.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -41,7 +41,7 @@ def split_token(x, HARDWARE: tl.constexpr):
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23).to(tl.float32, bitcast=True)
     x = x * up
-    if HARDWARE:
+    if ON_GPU:
         high = x.to(tl.float8e4nv)
         low = (x - high.to(tl.float32)).to(tl.float8e4nv)
         return high.to(tl.uint8, bitcast=True), low.to(tl.uint8, bitcast=True), factor
@@ -50,13 +50,13 @@ def split_token(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def scale_token(x, HARDWARE: tl.constexpr):
+def scale_token(x, ON_GPU: tl.constexpr):
     """Quantise float32 [N] to the bits of E4M3, and return them with their scale [1], as `envoi.quant.quantize`."""
     # As integers, magnitudes compare as they do as numbers, and NaN is above all.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0, keep_dims=True)
     amax = group_amax(largest.to(tl.float32, bitcast=True))
     x = x * divide(E4M3_MAX, amax)
-    if HARDWARE:
+    if ON_GPU:
         return e4m3(x).to(tl.uint8, bitcast=True), divide(amax, E4M3_MAX)
     return to_e4m3(x), divide(amax, E4M3_MAX)
 
@@ -65,7 +65,7 @@ def scale_token(x, HARDWARE: tl.constexpr):
 def permute_kernel(
     tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, largest, num_tokens,
     num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Write one token to the rows of its slots, or of every EACH-th; the programs behind these: EXPERTS offsets each.
 
@@ -78,10 +78,11 @@ def permute_kernel(
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
     row_factors: None, and rows are the tokens, [num_tokens * K, width] of their dtype.
+    ON_GPU: it casts to E4M3 itself, and the next kernel may start before this one ends; not in the interpreter.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
     """
-    if OVERLAP:
+    if ON_GPU:
         gdc_launch_dependents()
     m = tl.program_id(0) // EACH
     own_slot = tl.program_id(0) % EACH
@@ -97,7 +98,7 @@ def permute_kernel(
         s = tl.arange(0, SLOTS)
         slots = m * K + s
         weights = tl.load(topk_weights + slots, mask=s < K, other=0.0)
-        if HARDWARE:
+        if ON_GPU:
             # ptxas moves loads down to their first use, but not past this.
             tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
         e = tl.where(s < K, experts_at(topk_ids, slots, num_slots, num_experts), num_experts)
@@ -108,7 +109,7 @@ def permute_kernel(
         if largest is not None or row_factors is None:
             if largest is not None:
                 tl.store(largest + pos, tl.zeros((SLOTS,), tl.int32), mask=pos >= 0)
-                x, factor = scale_token(widen(x), HARDWARE)
+                x, factor = scale_token(widen(x), ON_GPU)
                 tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
             for slot in range(own_slot, K, EACH):
                 row = tl.sum(tl.where(s == slot, pos, 0), 0)
@@ -117,7 +118,7 @@ def permute_kernel(
         else:
             x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
             x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
-            high, low, factor = split_token(x, HARDWARE)
+            high, low, factor = split_token(x, ON_GPU)
             place = c // GROUP * (2 * GROUP) + c % GROUP
             tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
             for slot in range(own_slot, K, EACH):
