@@ -3,15 +3,17 @@
 import pytest
 import torch
 
+import envoi
 from bench import predicted, runner
 from bench.__main__ import main
 from bench.evidence import SUITES, load, read, to_line
 from bench.libraries import OF_BASELINE
 from bench.roof import Roof
 from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape
-from bench.suites import cases, measure, model
+from bench.suites import cases, measure, model, moe, moe_shared
 from bench.timing import Clock
 from bench.trial import Bench
+from tests.helpers.accuracy import relative_error
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 
@@ -75,6 +77,17 @@ def test_a_wrong_result_shows_in_the_error(monkeypatch):
     right = grouped.grouped_gemm
     monkeypatch.setattr(grouped, "grouped_gemm", lambda *args: right(*args).roll(1, dims=0))
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
+
+
+@pytest.mark.parametrize("case", [case for case in CPU_CASES if "shared" in case.name], ids=lambda case: case.name)
+def test_two_gemms_and_a_sum_give_what_a_shared_expert_in_the_launches_gives(case):
+    layer = moe.make_layer(case.shape, CPU)
+    shared = moe_shared.draw(case.shape, CPU)
+    experts, _ = moe_shared.join(layer, shared)
+    got = envoi.moe(layer.tokens, layer.routing, experts)
+    error = MAX_MOE_ERROR[case.shape.format]
+    assert relative_error(moe_shared.separate(layer, shared)(), got) < error
+    assert relative_error(envoi.moe(layer.tokens, layer.routing, layer.packed), got) > 2 * error
 
 
 def test_the_command_appends_and_prints(tmp_path, capsys):
