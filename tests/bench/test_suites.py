@@ -121,8 +121,8 @@ def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
 @pytest.mark.parametrize(
     ("more", "num_ranks", "gpu", "us"),
     [
-        ({}, 4, "NVIDIA H200", 865), ({}, 2, "NVIDIA H200", 988), ({"transport": "by host"}, 4, "NVIDIA H200", 1275),
-        ({"transport": "by host", "presum": True}, 4, "NVIDIA H200", 1041),
+        ({}, 4, "NVIDIA H200", 878), ({}, 2, "NVIDIA H200", 978), ({"transport": "by host"}, 4, "NVIDIA H200", 1251),
+        ({"transport": "by host", "presum": True}, 4, "NVIDIA H200", 1018),
         ({"transport": "over nccl"}, 4, "NVIDIA H200", None), ({"transport": "by host"}, 3, "NVIDIA H200", None),
         ({"zipf": 1.2}, 4, "NVIDIA H200", None), ({"skew": 8.0}, 4, "NVIDIA H200", None),
         ({}, 3, "NVIDIA H200", None), ({}, 1, "NVIDIA H200", None), ({}, 4, "NVIDIA H100", None),

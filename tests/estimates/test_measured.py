@@ -53,12 +53,13 @@ def test_few_rows_an_expert(rows, block_m):
     assert predicted(rows, 32, 4096, 4096, "bf16", block_m, 128) == pytest.approx(took, rel=0.1)
 
 
-# The model omits the sort of the slots and the wait for the rank with most rows: 7168/2048/256/8 with 2048 tokens on
-# two GPUs takes 1.13 of it. It has the tiles of 2026-11-28, which it expects to be faster than those of older rows:
-# fp8_row's of one GPU are of 2026-11-22, those of four GPUs of 2026-11-26.
+# The model omits the wait for the rank with most rows: 7168/2048/256/8 with 2048 tokens on two GPUs takes 1.13 of it,
+# all else in fp8_block128 less than 1.07. It has the tiles of 2026-11-28, which it expects to be faster than those of
+# older rows: fp8_row's of one GPU are of 2026-11-22, those of four GPUs of 2026-11-26. Of mxfp4 with 512 tokens, a tile
+# an expert, it has the costs of tiles before those became faster: 12 % too much.
 @pytest.mark.parametrize(
     ("num_gpus", "format", "within"),
-    [(4, "fp8_block128", 0.11), (2, "fp8_block128", 0.12), (4, "", 0.17), (1, "", 0.19), (1, "mxfp4", 0.10)],
+    [(4, "fp8_block128", 0.06), (2, "fp8_block128", 0.12), (4, "", 0.12), (1, "", 0.19), (1, "mxfp4", 0.13)],
 )
 def test_the_staged_path(num_gpus, format, within, monkeypatch):
     """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
@@ -86,7 +87,7 @@ def test_two_hosts():
         num_tokens, num_gpus = int(tokens.removeprefix("tokens=")), m.num_gpus // 2
         layer = MoeLayer(*map(int, sizes.split("/")), num_tokens, num_gpus, format, num_hosts=2)
         plan = estimate(layer, network=Network(WITHIN_A_HOST.gb_per_s), presum=last == "sums")
-        off = 0.15 if m.num_gpus == 2 else 0.18
+        off = 0.08 if m.num_gpus == 2 or "fp8" in format else 0.18
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=off), m.case
 
 

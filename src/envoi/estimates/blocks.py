@@ -100,7 +100,7 @@ def choice_of(layer: MoeLayer, machine: Machine) -> Choice:
 
 def takes_one_launch(layer: MoeLayer, machine: Machine) -> bool:
     """Return True if L1 and L2 are one launch on a rank."""
-    return layer.num_hosts == 1 and choice_of(layer, machine).path is LayerPath.ONE_LAUNCH
+    return choice_of(layer, machine).path is LayerPath.ONE_LAUNCH
 
 
 @lru_cache(maxsize=64)

@@ -28,7 +28,9 @@ class Machine:
         back, the cost of a barrier across ranks.
     unhidden: the fraction of the shorter resources' times that isn't hidden by the longest.
     tile_us: by format, what a tile of 128 x 128 takes beside its products, where that is known. one_launch_hbm: factor
-    of hbm_gb_per_s where L1 and L2 are one launch, in which no SM waits for another.
+    of hbm_gb_per_s where L1 and L2 are one launch, in which no SM waits for another. sort_us, slot_us: between ranks,
+    the two launches in front of the pull, which quantise tokens and sort slots, beside their bytes: for any number of
+    slots, and for each of a rank's.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Machine:
     unhidden: float
     tile_us: dict[str, float]
     one_launch_hbm: float
+    sort_us: float
+    slot_us: float
 
     def gemm_tflops(self, format: str, block_m: int, shared_evenly: bool = False) -> float:
         """Return the rate of a GEMM in tiles of block_m tokens; each tile widens its weights again."""
@@ -93,7 +97,7 @@ H200 = Machine(
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
     # Fitted to bench/results, suite moe, fp8_block128, on two and four GPUs.
-    tile_us={"fp8_block128": 0.6}, one_launch_hbm=1.03,
+    tile_us={"fp8_block128": 0.6}, one_launch_hbm=1.06, sort_us=6.0, slot_us=6e-4,
 )  # fmt: skip
 
 B200 = Machine(
@@ -106,7 +110,7 @@ B200 = Machine(
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
     launch_us=devices.H200.launch_us, dependent_launch_us=4.2, round_trip_us=2.6,  # H200's: no measurement of a B200
-    unhidden=0, tile_us={}, one_launch_hbm=1,
+    unhidden=0, tile_us={}, one_launch_hbm=1, sort_us=0, slot_us=0,
 )  # fmt: skip
 
 MACHINES = {machine.arch: machine for machine in (H200, B200)}

@@ -149,18 +149,24 @@ def _router(layer: MoeLayer, machine: Machine) -> Step:
 def _dispatch(layer: MoeLayer, machine: Machine, l1: Blocks) -> Step:
     """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two.
 
-    No step of its own where L1 gathers.
+    Between ranks two launches, which sort the slots, are in front of the pull. No step of its own where L1 gathers.
     """
     if l1.gathers:
         return Step("dispatch", 0, 0, 0, 0, 0, 0, 0, 0)
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
     quantised = 0 if layer.formats.activations is None else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
     hbm = quantised + (taken_tokens(layer) + layer.num_rows) * row
-    round_trips = 2 if layer.num_ranks > 1 else 0
-    return step_of(
+    step = step_of(
         "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled_tokens(layer) * row,
-        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=round_trips, dependent=l1.shared_evenly,
+        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=2 if layer.num_ranks > 1 else 0, dependent=l1.shared_evenly,
     )  # fmt: skip
+    return _sorting(step, layer, machine) if layer.num_ranks > 1 else step
+
+
+def _sorting(step: Step, layer: MoeLayer, machine: Machine) -> Step:
+    """Return a step with the launches in front of it that sort this rank's slots."""
+    launches_us, slots_us = machine.sort_us, machine.slot_us * layer.num_tokens * layer.num_topk
+    return replace(step, fixed_us=step.fixed_us + launches_us, time_us=step.time_us + launches_us + slots_us)
 
 
 def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
@@ -271,10 +277,11 @@ def parcel_bytes(layer: MoeLayer) -> float:
 
 
 def steps_by_host(
-    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, network: Network, max_tokens: int
-) -> tuple[Step, ...]:
-    """Return router, rail out, dispatch, L1, L2, combine, rail back."""
-    router, _, first, second, _ = five_steps(layer, machine, l1, l2, False)
+    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, network: Network, max_tokens: int,
+    one_launch: bool = False,
+) -> tuple[Step, ...]:  # fmt: skip
+    """Return router, rail out, dispatch, L1, L2, combine, rail back. one_launch: L1 and L2 are."""
+    router, _, first, second, _ = five_steps(layer, machine, l1, l2, False, one_launch)
     out, back = bytes_between_hosts(layer, max_tokens, presum).by_host
     return (
         router, _rail_out(layer, machine, network, out), _dispatch_on_host(layer, machine), first, second,

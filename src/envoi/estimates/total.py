@@ -90,7 +90,7 @@ def estimate(
     one_launch = takes_one_launch(layer, machine)
     steps = five_steps(layer, machine, l1, l2, presum, one_launch)
     if network is not None:
-        steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens)
+        steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens, one_launch)
     return Estimate(
         layer, machine, l1, l2, steps, presum, max_tokens, pool_rows, weight_bytes, buffer_bytes,
         _notes(layer, machine), network, bytes_between_hosts(layer, max_tokens, presum) if several else None,

@@ -24,18 +24,23 @@ from tests.moe.layers import Layer, make
 
 @dataclass
 class Case:
-    """Layer of a test, and the ends of each rank's share of its tokens and experts."""
+    """Layer of a test, and the ends of each rank's share of its tokens and experts.
+
+    hot: experts that take all slots, from token to token in turn.
+    """
 
     format: str = "bf16"
     layer: dict[str, Any] = field(default_factory=dict)
     token_ends: list[int] = field(default_factory=list)
     expert_ends: list[int] = field(default_factory=list)
-    one_expert: int | None = None  # takes every slot
+    hot: tuple[int, ...] = ()
 
     def build(self) -> Layer:
         layer = make(**self.layer)
-        if self.one_expert is not None:
-            layer.routing.topk_ids.fill_(self.one_expert)
+        if self.hot:
+            ids = layer.routing.topk_ids
+            turn = torch.arange(len(ids)).unsqueeze(1) + torch.arange(ids.shape[1])
+            ids.copy_(torch.tensor(self.hot)[turn % len(self.hot)])
         return layer
 
     def cuts(self, num_ranks: int) -> tuple[list[int], list[int]]:

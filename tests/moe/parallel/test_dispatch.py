@@ -11,6 +11,7 @@ from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
+from tests.moe.parallel.test_ranks import hot_case
 
 SIZES = {"max_tokens": 70, "num_topk": 9}
 WAYS = {
@@ -54,13 +55,14 @@ def both(rank: int, num_ranks: int, tried: list[Case], options: dict) -> list[tu
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_bits_of_moe_with_its_own_experts_between(way):
+@pytest.mark.parametrize(("way", "num_ranks"), [("counted", 4), ("gathered", 3), ("gathered+sums", 2), ("hosts", 2)])
+def test_the_bits_of_moe_with_its_own_experts_between(way, num_ranks):
     tried = [
-        Case("bf16", {"masked": 0.3}, [20, 60], [1, 8]), Case("fp8_block128"), Case("bf16", {"tokens": 0}, [0, 0]),
+        Case("bf16", {"masked": 0.3}, expert_ends=[*range(1, num_ranks), 8]), hot_case("fp8_block128", num_ranks),
+        Case("bf16", {"tokens": 0}),
     ]  # fmt: skip
-    outcomes = run_ranks(2, both, tried, WAYS[way])
-    assert [outcome.text for outcome in outcomes] == ["", ""]
+    outcomes = run_ranks(num_ranks, both, tried, WAYS[way])
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(tried):
         for outcome in outcomes:
             want, out, in_half = outcome.value[number]

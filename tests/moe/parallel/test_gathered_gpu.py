@@ -147,7 +147,7 @@ def test_two_hosts_of_two_ranks(monkeypatch, presum):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     tried = [
         Case("bf16"), Case("fp8_block128", token_ends=[0, 7, 7, 60]), Case("mxfp8", {"masked": 0.5}),
-        Case("fp8_row", one_expert=5), Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+        Case("fp8_row", hot=(5,)), Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
         Case("fp8_row", {"tokens": 600, "hidden": 2048}),  # graphs of much: NCCL reads and writes in place, if it may
     ]  # fmt: skip
     outcomes = run_ranks(4, two_on_a_gpu, tried, presum, backend="nccl", timeout_s=150)

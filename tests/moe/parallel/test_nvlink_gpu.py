@@ -158,7 +158,7 @@ def test_the_bits_of_one_rank():
     num_ranks = gpu_ranks()
     tried = [
         *all_cases(num_ranks, 8),
-        Case("fp8_row", one_expert=0),
+        Case("fp8_row", hot=(0,)),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
     ]

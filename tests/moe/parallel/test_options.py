@@ -100,10 +100,10 @@ def test_wrong_tokens_beside_an_out_are_a_refusal_which_peers_hear_of():
         check_given(torch.empty(1, 8), None, "x", torch.device("cpu"))
 
 
-@pytest.mark.parametrize("hosts", [(), ("a", "b")], ids=["memory", "hosts"])
+@pytest.mark.parametrize("hosts", [(), ("a", "b", "b", "a")], ids=["memory", "hosts"])
 def test_num_sms_bounds_the_grids_of_loops(hosts):
     experts = without_tensors(make(experts=2).pack("bf16"))
-    call = ParallelCall(SharedLayout(2, 4, 64, 2, 256, "bf16"), 2, 0, (0, 2, 4), 1.0, experts, hosts)
+    call = ParallelCall(SharedLayout(4, 8, 64, 2, 256, "bf16"), 2, 1, (0, 2, 4, 6, 8), 1.0, experts, hosts)
     grids = []
     for most in (132, 3):
         with limited(most), building(Target("sm_90", 132)) as builder:

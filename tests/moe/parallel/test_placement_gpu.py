@@ -82,7 +82,7 @@ def run_all(rank: int, num_ranks: int, way: str, tried: list[Case]) -> list[torc
 
 
 TRIED = [
-    Case("bf16"), Case("bf16", {"tokens": 0}), Case("bf16", one_expert=5), Case("mxfp4_mxfp8", {"k": 2}),
+    Case("bf16"), Case("bf16", {"tokens": 0}), Case("bf16", hot=(5,)), Case("mxfp4_mxfp8", {"k": 2}),
     Case("fp8_block128", {"masked": 0.3}), Case("fp8_block128", {"tokens": 5}),
 ]  # fmt: skip
 

@@ -48,6 +48,12 @@ def random_cases(num_ranks: int, count: int, seed: int) -> list[Case]:
     return found
 
 
+def hot_case(format: str, num_ranks: int) -> Case:
+    """Return a layer in which rank 0 has no tokens, and three experts of the last rank but one have all slots."""
+    token_ends = [60 * r // (num_ranks - 1) for r in range(num_ranks)]
+    return Case(format, {"k": 2}, token_ends, [*range(1, num_ranks - 1), 7, 8], hot=(4, 5, 6))
+
+
 def all_cases(num_ranks: int, num_random: int) -> list[Case]:
     """Return every format, layers chosen to break an exchange, and random ones."""
     return [
@@ -57,7 +63,8 @@ def all_cases(num_ranks: int, num_random: int) -> list[Case]:
         Case("mxfp4", {"masked": 1.0}),
         Case("mxfp4_mxfp8", {"tokens": 5}),
         Case("nvfp4", {"tokens": 7, "bias": True}),
-        Case("bf16", one_expert=5),
+        Case("bf16", hot=(5,)),
+        hot_case("fp8_block128", num_ranks),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
         Case("mxfp8", {"bias": True, "activation": written(reglu)}),
         Case("bf16", {"activation": written(quick_gelu)}),
@@ -65,7 +72,7 @@ def all_cases(num_ranks: int, num_random: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], quick=[4]))
+@pytest.mark.parametrize("num_ranks", mostly_slow([2, 3, 4], quick=[4]))
 def test_the_bits_of_one_rank(num_ranks):
     tried = [*all_cases(num_ranks, 16), Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8])]
     outcomes = run_ranks(num_ranks, cases.run_cases, tried)

@@ -26,6 +26,7 @@ from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import reglu
 from tests.moe.parallel import domains as ranks
+from tests.moe.parallel.cases import Case
 
 SMALL = {"tokens": 11, "experts": 6, "k": 2, "hidden": 128, "intermediate": 128}
 ENDS = {"even": [2, 4, 6], "uneven": [1, 5, 6]}
@@ -94,10 +95,10 @@ def test_slots_ranked_in_pieces_are_sorted(monkeypatch, tokens, k, experts, chun
     assert_same_bits(domain.offsets, want.offsets)
 
 
-def test_all_to_one_expert():
-    layer = make(**SMALL)
-    layer.routing.topk_ids.fill_(5)
-    opened, packed, parts = run(layer, "fp8_block128", [4, 8, 11], ENDS["even"])
+@pytest.mark.parametrize("hot", [(5,), (1, 2, 3)], ids=["one expert", "three of one rank"])
+def test_all_to_few_experts(hot):
+    layer = Case("fp8_block128", SMALL, hot=hot).build()
+    opened, packed, parts = run(layer, "fp8_block128", [0, 4, 8, 11], [1, 4, 5, 6])
     want = moe(layer.tokens, layer.routing, layer.pack("fp8_block128"))
     assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), want)
 
