@@ -505,13 +505,13 @@ def test_constants_are_those_of_the_device():
     assert (place.role, place.offset) == (program.KEPT, 32) and planned.kept[place.number](CPU_DEVICE) is table
 
 
-@pytest.mark.parametrize(("sizes", "allocates"), [((64, 1024, 1024), False), ((1024, 2048, 1024), True)])
-def test_sums_over_parts_of_k_are_in_memory_that_the_stream_keeps(hopper, monkeypatch, sizes, allocates):
+@pytest.mark.parametrize(("most", "allocates"), [(workspace.MOST_SCRATCH, False), (1000, True)])
+def test_sums_over_parts_of_k_are_in_memory_that_the_stream_keeps(hopper, monkeypatch, most, allocates):
     """A replay allocates its output alone, unless the sums are too many to keep."""
-    M, N, K = sizes
+    monkeypatch.setattr(workspace, "MOST_SCRATCH", most)
     forced = Config(64, 2, 128, 64, 4, split_k=4)
     monkeypatch.setattr(tune, "choose", lambda problem, code, *_: fitted(problem, forced, code))
-    prepare(envoi.gemm, (normal(M, K), normal(N, K, seed=1)))
+    prepare(envoi.gemm, (normal(64, 1024), normal(1024, 1024, seed=1)))
     (found,) = calls._calls.known.values()
     assert bool(found._scratch_floats)
     assert (found._scratch is None) == allocates
