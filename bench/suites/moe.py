@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bench import libraries
+from bench import libraries, machine
+from bench.predicted import PREDICTED, predicted_us
 from bench.roof import kind_of
 from bench.shapes import Case, MoeShape
 from bench.suites import moe_peers, moe_shared
@@ -127,6 +128,9 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     parallel.check()
     dist.barrier()
     details = libraries.versions(baselines, bench.peer_versions) | how_tokens_travel(shape, parallel)
+    predicted = predicted_us(shape, bench.num_ranks, machine.device_name(bench.device.type))
+    if predicted is not None:
+        details[PREDICTED] = round(predicted, 1)
     for opened in (parallel, *beside):
         opened.close()
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)

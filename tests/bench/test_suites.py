@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import envoi
-from bench import runner
+from bench import predicted, runner
 from bench.__main__ import main
 from bench.evidence import SUITES, load, read, to_line
 from bench.libraries import OF_BASELINE
@@ -116,6 +116,21 @@ def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
         for error, baselines, missing, _ in outcome.value:
             assert error < MAX_MOE_ERROR["bf16"]
             assert (baselines, missing) == ({"torch_ep"}, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "num_ranks", "gpu", "us"),
+    [
+        ({}, 4, "NVIDIA H200", 865), ({}, 2, "NVIDIA H200", 988), ({"transport": "by host"}, 4, "NVIDIA H200", 1275),
+        ({"transport": "by host", "presum": True}, 4, "NVIDIA H200", 1041),
+        ({"transport": "over nccl"}, 4, "NVIDIA H200", None), ({"transport": "by host"}, 3, "NVIDIA H200", None),
+        ({"zipf": 1.2}, 4, "NVIDIA H200", None), ({"skew": 8.0}, 4, "NVIDIA H200", None),
+        ({}, 3, "NVIDIA H200", None), ({}, 1, "NVIDIA H200", None), ({}, 4, "NVIDIA H100", None),
+    ],
+)  # fmt: skip
+def test_an_even_layer_over_ranks_is_predicted(more, num_ranks, gpu, us):
+    found = predicted.predicted_us(MoeShape(4096, 2048, 256, 6, 2048, "fp8_block128", **more), num_ranks, gpu)
+    assert found == (None if us is None else pytest.approx(us, rel=0.01))
 
 
 GPU_CASES = {
