@@ -16,6 +16,7 @@ from envoi.ops.gemm.hopper import host
 from envoi.ops.gemm.hopper.config import shared_bytes
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import SHARED_BYTES
+from tests.helpers.slow import mostly_slow
 from tests.helpers.tools import pairs
 from tools.kernel_cases import EVERY_ARCH
 from tools.kernel_cases import gemm_hopper as hopper
@@ -29,6 +30,7 @@ ACCEPTED_TITLES = json.loads(ACCEPTED.read_text())["kernels"]
 ACCEPT = "if that is meant: make gate, and commit tests/machine_code/gate.json"
 ARCH = "sm_90"
 GROUP = 8
+L2_SENT = "gemm-sm90-experts-l2-sent-fp8-block128"
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.
 SPILLED = {
     # Values of the tile's corner, beside 256 accumulators; by eight warps, without spills, 1.02 of the time on an H200.
@@ -169,7 +171,7 @@ def test_nothing_is_accepted_that_is_gone():
 
 @pytest.mark.compiles
 @pytest.mark.default_triton
-@pytest.mark.parametrize("name", ["gemm-sm90-experts-l2-sent-fp8-block128", "experts-both-gemms-sent"])
+@pytest.mark.parametrize("name", mostly_slow([L2_SENT, "experts-both-gemms-sent"], [L2_SENT]))
 def test_no_trip_to_the_l2_stands_between_products_and_scattered_rows(name):
     """A consumer loads its rows' addresses before it multiplies: between two products it stores, and loads nothing."""
     opcodes = re.findall(r"\b(?:QGMMA|LDG|SHFL\.BFLY|STG\.E\.128)\b", record(name, ARCH)[1])
