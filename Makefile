@@ -55,10 +55,14 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
-# Three processes even on two cores: tests of several ranks mostly wait.
+# Four processes even on two cores: tests of several ranks mostly wait. Those under the interpreter run beside the others, and
+# what they print comes last.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	@log=$$(mktemp); \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) >$$log 2>&1 & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS); status=$$?; \
+	wait $$beside || status=$$?; cat $$log; exit $$status
 
 # The oldest transformers of the pairs: `make test` has that of one pair.
 OLDEST := .transformers-$(shell $(PYTHON) tools/pairs.py oldest-transformers)

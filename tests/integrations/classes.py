@@ -4,7 +4,6 @@ of docs/checkpoints.md: `python -m tests.integrations.classes` writes it."""
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,34 +44,35 @@ class Kind:
     module: Any
 
 
-def modeling_modules() -> Iterator[Any]:
-    """Yield transformers' modules whose experts are looked up by experts_implementation."""
-    models = Path(transformers.__file__).parent / "models"
+def names() -> list[tuple[str, str]]:
+    """Return transformers' classes whose experts are looked up by experts_implementation: (module, name).
+
+    Found in the text, so nothing is left out, and none of the modules is imported: each process collects these.
+    """
+    models, found = Path(transformers.__file__).parent / "models", []
     for file in sorted(models.glob("*/modeling_*.py")):
-        if "@use_experts_implementation" in file.read_text():
-            yield importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
-
-
-def names() -> list[tuple[Any, str]]:
-    """Return the decorated classes as (module of code, name), found in the text: nothing is left out."""
-    found = []
-    for code in modeling_modules():
-        lines = inspect.getsource(code).splitlines()
+        lines = file.read_text().splitlines()
         for number, line in enumerate(lines):
             if line.startswith("@use_experts_implementation"):
                 name = next(text for text in lines[number + 1 :] if text.startswith("class "))
-                found.append((code, name.removeprefix("class ").partition("(")[0]))
+                module = f"transformers.models.{file.parent.name}.{file.stem}"
+                found.append((module, name.removeprefix("class ").partition("(")[0]))
     return found
 
 
-def build(code: Any, name: str) -> Kind:
+def class_of(module: str, name: str) -> Any:
+    """Import a class."""
+    return getattr(importlib.import_module(module), name)
+
+
+def build(code: str, name: str) -> Kind:
     """Build a class from the first configuration of its family that has what it reads."""
-    settings = importlib.import_module(code.__name__.replace("modeling_", "configuration_"))
+    settings = importlib.import_module(code.replace("modeling_", "configuration_"))
     own = [kind for _, kind in inspect.getmembers(settings, inspect.isclass) if kind.__module__ == settings.__name__]
     tried = []
     for kind in own:
         try:
-            module = getattr(code, name)(Small(kind()))
+            module = class_of(code, name)(Small(kind()))
         except (AttributeError, TypeError, KeyError) as error:
             tried.append(f"{kind.__name__}: {error}")
             continue
@@ -80,7 +80,7 @@ def build(code: Any, name: str) -> Kind:
         with torch.no_grad():
             for x in module.parameters():
                 x.copy_(torch.randn(x.shape, generator=source) * (0.1 if x.dim() > 2 else 0.5))
-        return Kind(code.__name__.split(".")[2], name, module.bfloat16())
+        return Kind(code.split(".")[2], name, module.bfloat16())
     raise AssertionError(f"{name}: no configuration fits: {tried}")
 
 

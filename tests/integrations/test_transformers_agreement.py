@@ -137,7 +137,7 @@ def test_other_settings_than_the_defaults(code, name, tmp_path):
     for key in [key for key in OTHER if key in config.to_dict()]:
         changed = copy.deepcopy(config)
         setattr(changed, key, OTHER[key])
-        found = recognise_activation(getattr(code, name)(classes.Small(changed)).bfloat16())
+        found = recognise_activation(classes.class_of(code, name)(classes.Small(changed)).bfloat16())
         said = changed.to_dict()
         try:
             assert read_activation(tmp_path, said["model_type"].removesuffix("_text"), said, LAYER) == found, key

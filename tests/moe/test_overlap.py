@@ -7,6 +7,7 @@ import torch
 
 import envoi
 from envoi.runtime.program import Launch
+from tests.helpers.slow import mostly_slow
 from tools.kernel_cases.planning import Layer, launches_of
 from tools.machine_code.compile import compile_launch
 
@@ -50,7 +51,7 @@ def test_a_grouped_gemm_by_itself_waits_for_the_launch_that_may_write_its_offset
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("num_tokens", [24, 256])
+@pytest.mark.parametrize("num_tokens", mostly_slow([24, 256], [24]))
 def test_each_waits_before_it_writes(format, num_tokens):
     for launch in launches(format, num_tokens):
         if not launch.options.get("launch_pdl"):
