@@ -12,6 +12,7 @@ class Experts(torch.nn.Module):
     """Experts module as transformers' decorator makes it, with the attributes that Envoi reads."""
 
     has_gate, has_bias, is_transposed, is_concatenated = None, False, False, True
+    config = None
 
     def __init__(self, num_experts=8, hidden=256, intermediate=128):
         super().__init__()

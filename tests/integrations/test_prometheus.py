@@ -65,8 +65,27 @@ def test_a_placement_has_samples_of_experts_where_they_are():
     placement[:] = [1, 1, 0, 0]
     placed.update(placement)
     forget(history)
+    metrics.update()
+    assert scrape(registry) == {}, "samples of the placement before, when nothing is counted of the new one"
     assert tokens() == {label(1, 0): 7.0, label(0, 1): 3.0}
     assert scrape(registry)['envoi_rank_tokens{layer="layers.0",rank="1"}'] == 3.0
+
+
+def test_layers_are_those_of_the_last_update():
+    registry, layers = prometheus_client.CollectorRegistry(), cast(Any, {})
+    metrics = LoadMetrics(layers, registry)
+    (layers["layers.0"], count), (fewer, count_fewer) = counting([0, 1, 2, 3]), counting([0, 3])
+    count(1, 2, 3)
+    metrics.update()
+    assert scrape(registry)['envoi_rank_tokens{layer="layers.0",rank="2"}'] == 3.0
+    layers["layers.0"] = fewer  # as after `without`
+    count_fewer(4, 5, 6)
+    metrics.update()
+    ranks = {name: n for name, n in scrape(registry).items() if "rank_tokens" in name}
+    assert ranks == {'envoi_rank_tokens{layer="layers.0",rank="0"}': 15.0}
+    del layers["layers.0"]
+    metrics.update()
+    assert scrape(registry) == {}
 
 
 def test_a_second_exporter_needs_a_registry_of_its_own():

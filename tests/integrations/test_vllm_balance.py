@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from envoi.experts import pack
-from envoi.integrations.vllm import balance, select
+from envoi.integrations.vllm import balance, loading, select
 from envoi.ops.moe.op import tensors_of
 from tests.integrations.test_engines import E
 from tests.integrations.test_vllm import (  # noqa: F401  # a fixture
@@ -32,8 +32,8 @@ ORDER = [2, 0, 2, 1]  # expert 2 has two places, and expert 3 none
 
 @pytest.fixture
 def alone(vllm, monkeypatch):  # noqa: F811
-    """Make this process the only rank; return the forms of more ranks, to which tests add."""
-    others: list[Any] = []
+    """Make this process the only rank; return what more ranks say, to which tests add: a form and why there is none."""
+    others: list[tuple[Any, str]] = []
 
     def gather(found: list[Any], mine: Any, group: Any) -> None:
         found[:] = [mine, *others]
@@ -69,7 +69,7 @@ def test_all_that_is_packed_moves_with_the_experts(vllm, format, alone):  # noqa
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_views_need_no_help(vllm, format, alone):  # noqa: F811
     given = {name: x for name, x in with_biases(format).items() if "bias" not in name}
-    alone.append("a form that no rank may have")
+    alone.append((None, ""))  # perhaps of a rank where vLLM's kernels run the layer
     layer = balanced(vllm, format, given)
     assert len(layer.get_expert_weights()) == len(given)
 
@@ -83,9 +83,47 @@ def test_weights_loaded_anew_are_followed_once(vllm, alone):  # noqa: F811
 
 
 def test_ranks_that_pack_in_other_forms_are_an_error(vllm, alone):  # noqa: F811
-    alone.append(("mxfp4", "rows"))
+    alone.append((("mxfp4", "rows"), ""))
     with pytest.raises(RuntimeError, match="in different orders, .*start with ENVOI_VLLM=0"):
         balanced(vllm, "mxfp4", with_biases("mxfp4"))
+
+
+@pytest.mark.parametrize("format", KEYS)
+def test_a_rank_that_cant_pack_is_an_error_on_the_others(vllm, format, alone):  # noqa: F811
+    alone.append((None, "ValueError: out of memory"))
+    with pytest.raises(RuntimeError, match="can't pack the experts of rank 1 of 2: ValueError: out of memory"):
+        balanced(vllm, format, with_biases(format))
+
+
+def test_a_rank_that_cant_pack_says_so_to_the_others(vllm, alone, monkeypatch):  # noqa: F811
+    def fail(*arguments, **named):
+        raise ValueError("out of memory")
+
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        said.append(mine)
+        found[:] = [mine]
+
+    said: list[Any] = []
+    monkeypatch.setattr(balance.dist, "all_gather_object", gather)
+    monkeypatch.setattr("envoi.integrations.engines.pack", fail)
+    with pytest.raises(RuntimeError, match="ENVOI_VLLM=0; ValueError: out of memory"):
+        balanced(vllm, "mxfp4", with_biases("mxfp4"))
+    assert [form for form, _ in said] == [None] and "ValueError: out of memory" in said[0][1]
+
+
+def test_a_rank_where_vllms_kernels_run_a_layer_hears_of_the_others(vllm, alone):  # noqa: F811
+    layer = balanced(vllm, "mxfp4", with_biases("mxfp4"))
+    layer.moe_config = kernel(layer).moe_config
+
+    def choose_vllms(layer: Any) -> None:
+        layer.quant_method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace())
+
+    layer.quant_method.process_weights_after_loading = choose_vllms
+    loading.follow(layer, vars_of(vllm))
+    layer.quant_method.process_weights_after_loading(layer)  # all ranks have vLLM's order
+    alone.append((("mxfp4", "rows"), ""))
+    with pytest.raises(RuntimeError, match="in different orders"):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])

@@ -87,7 +87,7 @@ class Layer:
             method.moe_kernel = SimpleNamespace(fused_experts=ours, impl=impl)
 
         method.process_weights_after_loading = process
-        loading.follow(self)
+        loading.follow(self, {})
         self.load()
 
     def load(self) -> None:

@@ -12,6 +12,7 @@ import envoi
 import envoi.integrations.vllm as integration
 from envoi.integrations import engines, lines, names
 from envoi.integrations.vllm import experts
+from envoi.integrations.vllm.route import SKIP_PADDING
 from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, ROUTERS
 from tests.helpers.accuracy import assert_same_bits
 from tests.integrations.stand_ins import RECORD, modules
@@ -68,6 +69,9 @@ def vllm(request, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Pluggable, "replaced", {})
     found["vllm.model_executor.custom_op"].PluggableLayer = Pluggable
+    found["vllm.envs"].environment_variables = {SKIP_PADDING: lambda: True}
+    found["vllm.forward_context"].is_forward_context_available = lambda: False
+    found["vllm.forward_context"].get_forward_context = lambda: SimpleNamespace(is_padding=None)
     found[RUNNER].MoERunner = type("MoERunner", (Runner,), {})
     for name in ("ENVOI_VLLM", "ENVOI_VLLM_ROUTE"):
         monkeypatch.setenv(name, "1")
@@ -128,21 +132,31 @@ def test_a_known_rule_is_one_call(vllm, model, caplog):
     assert f"Envoi routes {N} experts, top {K}: score {rule.score}" in caplog.text
 
 
-def test_padding_gets_no_expert_where_the_router_gives_it_none(vllm, monkeypatch):
+@pytest.mark.parametrize("kind", ["FusedTopKRouter", "GroupedTopKRouter"])
+def test_padding_gets_no_expert(vllm, kind, monkeypatch):
     integration.register()
-    made = runner(vllm, named(vllm, "FusedTopKRouter"))
+    made = runner(vllm, named(vllm, kind, **KNOWN["deepseek-v2"][1]))
     x = torch.randn(3, H).bfloat16()
-    _, ids = made._forward_impl(x, x, None, None)
-    assert (ids >= 0).all(), "0.26's routers give padding experts"
-    padding = torch.tensor([False, True, True, True])
-    module = sys.modules[type(made.router).__module__]
-    monkeypatch.setattr(module, "_get_padding_mask", lambda num_tokens: padding[:num_tokens], raising=False)
-    made = runner(vllm, named(vllm, "FusedTopKRouter"))
-    _, ids = made._forward_impl(x, x, None, None)
-    assert (ids[0] >= 0).all() and (ids[1:] == -1).all()
-    monkeypatch.setattr(module, "_get_padding_mask", lambda num_tokens: None)
-    made = runner(vllm, named(vllm, "FusedTopKRouter"))
-    assert (made._forward_impl(x, x, None, None)[1] >= 0).all()
+
+    def padded() -> list[bool]:
+        return (made._forward_impl(x, x, None, None)[1] == -1).all(1).tolist()
+
+    context, envs = vllm["vllm.forward_context"], vllm["vllm.envs"]
+    assert padded() == [False] * 3, "outside of a step"
+    context.is_forward_context_available = lambda: True
+    assert padded() == [False] * 3, "the runner marks none"
+    mask = torch.tensor([False, True, True, True])  # of the largest step
+    monkeypatch.setattr(context, "get_forward_context", lambda: SimpleNamespace(is_padding=mask))
+    assert padded() == [False, True, True]
+    envs.environment_variables[SKIP_PADDING] = lambda: False  # the mask may be of another step
+    assert padded() == [False] * 3
+
+
+def test_a_setting_of_padding_that_moved_leaves_routing_to_vllm(vllm, caplog):
+    vllm["vllm.envs"].environment_variables.clear()
+    integration.register()
+    assert "Envoi routes no MoE layers: MovedError: there is no vllm.envs.VLLM_MOE_SKIP_PADDING" in caplog.text
+    assert not Pluggable.replaced
 
 
 REFUSED: dict[str, dict[str, Any]] = {

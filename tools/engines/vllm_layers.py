@@ -129,11 +129,13 @@ def made(
     """Return a layer with random weights that vLLM has processed, and what they mean in float64."""
     from vllm.model_executor.model_loader.reload import layerwise
 
+    from envoi.integrations.names import found_names
     from envoi.integrations.vllm import loading
+    from envoi.integrations.vllm.used import ALL
 
     layer = FakeLayer(moe_config)
     layer.quant_method = method
-    loading.follow(layer)
+    loading.follow(layer, found_names(ALL))
     local = E if expert_map is None else int((expert_map >= 0).sum())
     layer.expert_map, layer.local_num_experts = expert_map, local
     with torch.device(DEVICE):

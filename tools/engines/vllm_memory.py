@@ -17,6 +17,7 @@ from tools.engines.checks import said
 
 NAN = 0xFF  # a byte that makes every number NaN
 NUM_TOKENS = 16
+_pools: list[Any] = []  # of vLLM's allocator
 
 
 def check_sleep(judge: Any) -> None:
@@ -77,7 +78,10 @@ def sleeping() -> Iterator[Any]:
     if layers.GPU:
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        with CuMemAllocator.get_instance().use_memory_pool(tag="weights"):
+        allocator = CuMemAllocator.get_instance()
+        # A server has one pool of weights; one that is freed while a graph is captured ends the process.
+        _pools.append(dict(allocator.allocator_and_pools))
+        with allocator.use_memory_pool(tag="weights"):
             yield Asleep()
         return
     before = set(_storages())

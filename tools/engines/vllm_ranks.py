@@ -4,7 +4,7 @@
 
 Each rank has half of a layer's experts, and tokens of its own, not as many as the other. Layers are made and called as
 in `vllm_layers`, and results held to float64 with all experts; once more after vLLM's load balancer has moved experts
-between the ranks. Without GPUs ranks speak by gloo.
+between the ranks. Then one rank can't pack a layer, and no rank may wait for it. Without GPUs ranks speak by gloo.
 """
 # pyright: reportMissingImports=false
 
@@ -102,6 +102,27 @@ def run(name: str, rank: int, moves: bool) -> tuple[Any, float]:
     return layer.quant_method.moe_kernel, float((out.double() - want).norm() / want.norm())
 
 
+def check_failure(rank: int, judge: Any) -> None:
+    """Check that all ranks hear of one that can't pack experts that the load balancer may move."""
+    from envoi.integrations import engines
+
+    pack = engines.pack
+    if rank == 1:
+        engines.pack = failing
+    try:
+        run("mxfp4 of DeepSeek-V4", rank, moves=True)
+        said = "no error"
+    except RuntimeError as error:
+        said = str(error)
+    engines.pack = pack
+    judge(f"rank {rank}: the other can't pack" if rank == 0 else f"rank {rank}: can't pack", "injected" in said, said)
+
+
+def failing(*given: Any, **named: Any) -> None:
+    """Stand for `pack` on a rank that has no memory for it."""
+    raise MemoryError("injected")
+
+
 def main(rank: int, port: int) -> None:
     """Run the checks on a rank, print a line for each on the first; exit with 1 if one fails."""
     from envoi.integrations import lines
@@ -118,6 +139,7 @@ def main(rank: int, port: int) -> None:
             title = f"{name}, {'Envoi' if ours else 'vLLM'}'s exchange{', experts moved' * moves}"
             whose = type(kernel.prepare_finalize).__name__
             checks.judge(f"rank {rank}: {title}", good, f"{error:.1e}, {whose}")
+    check_failure(rank, checks.judge)
     if rank == 0:
         print("\n".join(line for line in lines._said if "exchange" in line))
     torch.distributed.barrier()

@@ -78,7 +78,8 @@ def _serve(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[lis
 
     llm = LLM(
         model=args.model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, seed=0,
-        gpu_memory_utilization=0.5, max_num_batched_tokens=2048, max_num_seqs=16, enable_prefix_caching=False,
+        gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30,  # whatever else is on the GPU
+        max_num_batched_tokens=2048, max_num_seqs=16, enable_prefix_caching=False,
         enforce_eager=args.eager, disable_log_stats=True, quantization=args.quantization,
         compilation_config=None if args.eager else {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     )  # fmt: skip

@@ -1,13 +1,15 @@
 """Load of experts as Prometheus metrics, by prometheus-client: `pip install "envoi[prometheus]"`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import prometheus_client
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from envoi.ops.moe.parallel import ExpertParallel
 
 
-class LoadMetrics:
+class LoadMetrics(Collector):
     """Gauges of how many tokens each expert and each rank had: what an `ExpertParallel` counted in its last 128 calls.
 
         metrics = LoadMetrics({"layers.0": parallel})     # on one rank: all ranks have the same counts
@@ -16,12 +18,12 @@ class LoadMetrics:
 
     envoi_expert_tokens{layer, rank, expert}: tokens of those calls together. envoi_rank_tokens{layer, rank}: the same
     of all experts of a rank. envoi_load_imbalance{layer}: the busiest rank's tokens over the mean of all ranks,
-    averaged over calls; 1 is even. Layers without a token yet have no samples.
+    averaged over calls; 1 is even. Layers without a token yet have no samples, nor have places that experts have left.
 
     A scrape reads what the last `update` wrote. It does nothing on the GPU itself, since it comes from a thread of its
     own, at any time: a device synchronisation there would end a CUDA graph's capture. `update` waits for the device.
-    registry: where the gauges are registered; the default is prometheus-client's own. Raises ValueError, from
-    prometheus-client, if the registry has gauges of these names already.
+    layers: by name, read at each `update`. registry: where the gauges are registered, prometheus-client's own by
+    default. Raises ValueError, from prometheus-client, if it has gauges of these names already.
     """
 
     def __init__(
@@ -29,21 +31,21 @@ class LoadMetrics:
         layers: Mapping[str, ExpertParallel],
         registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
     ) -> None:
-        self._layers = dict(layers)
-        self._counted: dict[str, dict[tuple[int, int], int]] = {}
-        self._expert = prometheus_client.Gauge(
-            "envoi_expert_tokens", "Tokens of an expert in the last calls", ("layer", "rank", "expert"),
-            registry=registry,
-        )  # fmt: skip
-        self._rank = prometheus_client.Gauge(
-            "envoi_rank_tokens", "Tokens of a rank's experts in the last calls", ("layer", "rank"), registry=registry
-        )
-        self._imbalance = prometheus_client.Gauge(
-            "envoi_load_imbalance", "Tokens of the busiest rank over the mean of ranks", ("layer",), registry=registry
-        )
+        self._layers = layers
+        self._gauges = _gauges()
+        registry.register(self)
+
+    def describe(self) -> Sequence[GaugeMetricFamily]:
+        """Return the gauges without samples, for the registry."""
+        return _gauges()
+
+    def collect(self) -> Sequence[GaugeMetricFamily]:
+        """Return the gauges of the last `update`, for a scrape."""
+        return self._gauges
 
     def update(self) -> None:
         """Write the present counts of all layers to the gauges; waits for the device."""
+        expert_tokens, rank_tokens, imbalance = gauges = _gauges()
         for name, parallel in self._layers.items():
             load = parallel.load()
             busiest = load.busiest()
@@ -57,10 +59,23 @@ class LoadMetrics:
                 for expert, count in zip(experts[here], tokens[here], strict=True):
                     if expert >= 0:  # else it is unused
                         counts[rank, expert] = counts.get((rank, expert), 0) + count
-                self._rank.labels(name, rank).set(sum(tokens[here]))
-            for rank, expert in self._counted.get(name, counts).keys() - counts.keys():  # moved meanwhile
-                self._expert.remove(name, rank, expert)
+                rank_tokens.add_metric((name, str(rank)), sum(tokens[here]))
             for (rank, expert), count in counts.items():
-                self._expert.labels(name, rank, expert).set(count)
-            self._counted[name] = counts
-            self._imbalance.labels(name).set(busiest.imbalance)
+                expert_tokens.add_metric((name, str(rank), str(expert)), count)
+            imbalance.add_metric((name,), busiest.imbalance)
+        self._gauges = gauges
+
+
+def _gauges() -> tuple[GaugeMetricFamily, GaugeMetricFamily, GaugeMetricFamily]:
+    """Return the gauges of experts, ranks and layers, without samples."""
+    return (
+        GaugeMetricFamily(
+            "envoi_expert_tokens", "Tokens of an expert in the last calls", labels=("layer", "rank", "expert")
+        ),
+        GaugeMetricFamily(
+            "envoi_rank_tokens", "Tokens of a rank's experts in the last calls", labels=("layer", "rank")
+        ),
+        GaugeMetricFamily(
+            "envoi_load_imbalance", "Tokens of the busiest rank over the mean of ranks", labels=("layer",)
+        ),
+    )

@@ -19,13 +19,54 @@ from envoi.types import ExpertWeights
 _followed: WeakSet[Any] = WeakSet()  # vLLM's layers
 
 
-def follow(layer: Any, packed: ExpertWeights, names: Mapping[str, Any]) -> None:
-    """Let vLLM move what is packed of a layer together with its parameters. Collective.
+def take(layer: Any, experts: Any, names: Mapping[str, Any]) -> None:
+    """Pack a layer of vLLM's; let its load balancer, if it is on, move what is packed. Then collective.
 
-    Raises RuntimeError if ranks have packed in different forms, since one's kernels don't read the other's experts, or
-    if a tensor has no rows by expert.
+    experts: Envoi's kernel of the layer, None if this rank runs vLLM's. Raises what `Experts.take` does, and
+    RuntimeError if another rank can't pack the layer, or keeps experts in an order that this one's kernels don't read.
     """
-    expect_agreement(packed, names["get_ep_group"]().cpu_group)
+    config = getattr(layer if experts is None else experts, "moe_config", None)
+    is_balanced = config is not None and config.moe_parallel_config.enable_eplb
+    failure = None
+    try:
+        if experts is not None:
+            experts.take(layer)
+    except Exception as error:
+        if not is_balanced:
+            raise
+        failure = error
+    if not is_balanced:
+        return
+    packed = experts.packed if experts is not None and experts.is_moved else None
+    expect_agreement(packed, failure, names["get_ep_group"]().cpu_group)
+    if packed is not None:
+        follow(layer, packed)
+
+
+def expect_agreement(packed: ExpertWeights | None, failure: Exception | None, group: Any) -> None:
+    """Raise on all ranks if one couldn't pack, or if they have packed in different forms. Collective.
+
+    packed: None if nothing has to move but parameters in vLLM's order. failure: this rank's, raised again.
+    """
+    form = None if packed is None else constants_of(packed)
+    why = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, (form, why), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(ranks):
+        if why:
+            raise RuntimeError(f"Envoi can't pack the experts of rank {rank} of {len(ranks)}: {why}")
+    forms = [form for form, _ in ranks]
+    if any(form != forms[0] for form in forms):
+        raise RuntimeError(
+            "Envoi keeps the experts of ranks in different orders, and load balancing would move them: start with "
+            f"ENVOI_VLLM=0; {forms}"
+        )
+
+
+def follow(layer: Any, packed: ExpertWeights) -> None:
+    """Add what is packed of a layer to what vLLM moves. Raises RuntimeError if a tensor has no rows by expert."""
     if layer in _followed:
         return
     own = layer.get_expert_weights
@@ -37,17 +78,6 @@ def follow(layer: Any, packed: ExpertWeights, names: Mapping[str, Any]) -> None:
     weights()
     layer.get_expert_weights = weights
     _followed.add(layer)
-
-
-def expect_agreement(packed: ExpertWeights, group: Any) -> None:
-    """Raise RuntimeError unless all ranks have packed in the same form. Collective."""
-    forms: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(forms, constants_of(packed), group=group)
-    if any(form != forms[0] for form in forms):
-        raise RuntimeError(
-            "Envoi keeps the experts of ranks in different orders, and load balancing would move them: start with "
-            f"ENVOI_VLLM=0; {forms}"
-        )
 
 
 def beside(packed: ExpertWeights, moved: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

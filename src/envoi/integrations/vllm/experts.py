@@ -20,7 +20,6 @@ from envoi.integrations import engines
 from envoi.integrations.engines import Layer
 from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
-from envoi.integrations.vllm import balance
 from envoi.integrations.vllm.used import ALL
 from envoi.types import ExpertWeights
 
@@ -145,11 +144,6 @@ class Experts:
             if before is not None:
                 raise
             self._give_way(error)
-
-    def follow_moves(self, layer: Any) -> None:
-        """Let vLLM's load balancer, if it is on, move what is packed of a layer. Collective; RuntimeError as there."""
-        if self.packed is not None and self.is_moved:
-            balance.follow(layer, self.packed, self.names)
 
     @property
     def is_moved(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from envoi import env
-from envoi.integrations.vllm import exchange
+from envoi.integrations.vllm import balance, exchange
 
 DONE = "_already_called_process_weights_after_loading"  # of vLLM's layers whose methods do nothing a second time
 
@@ -23,12 +23,12 @@ def install(names: Mapping[str, Any]) -> None:
     @functools.wraps(init)
     def make(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
-        follow(self)
+        follow(self, names)
 
     kind.__init__ = make
 
 
-def follow(layer: Any) -> None:
+def follow(layer: Any, names: Mapping[str, Any]) -> None:
     """Pack a layer after each time that its method has processed its weights, if Envoi's kernels run it then."""
     from envoi.integrations.vllm.experts import Experts  # Envoi's kernels aren't imported before a layer is made
 
@@ -41,10 +41,9 @@ def follow(layer: Any) -> None:
         if is_done:  # then nothing has happened, and weights may be in Envoi's order
             return
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        if isinstance(experts, Experts):
-            experts.take(layer)
-            experts.follow_moves(layer)
-            if env.exchanges_vllm():
-                exchange.join(layer, method.moe_kernel)
+        ours = experts if isinstance(experts, Experts) else None
+        balance.take(layer, ours, names)
+        if ours is not None and env.exchanges_vllm():
+            exchange.join(layer, method.moe_kernel)
 
     method.process_weights_after_loading = process_and_pack

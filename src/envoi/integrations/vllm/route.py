@@ -7,7 +7,6 @@ gates to bf16 first.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -16,11 +15,12 @@ from typing import Any
 import torch
 
 from envoi.integrations.lines import say
-from envoi.integrations.names import found_names
+from envoi.integrations.names import MovedError, found_names
 from envoi.integrations.vllm.used import ROUTE
 
 logger = logging.getLogger("vllm.envoi")
 SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}  # vLLM's -> ours
+SKIP_PADDING = "VLLM_MOE_SKIP_PADDING"  # without it vLLM may leave its mask of padding as it was
 # Fields of a router that make it more than a rule, and what they are where it isn't.
 PLAIN = {"num_fused_shared_experts": 0, "_hash_indices_table": None, "bias_vl": None}
 
@@ -28,6 +28,8 @@ PLAIN = {"num_fused_shared_experts": 0, "_hash_indices_table": None, "bias_vl": 
 def install() -> None:
     """Put a runner in the place of vLLM's. Raises MovedError, with nothing changed, if this vLLM isn't a known one."""
     names = found_names(ROUTE)
+    if SKIP_PADDING not in names["environment_variables"]:
+        raise MovedError(f"there is no vllm.envs.{SKIP_PADDING}")
     base = names["MoERunner"]
 
     def init(self: Any, *given: Any, **named: Any) -> None:
@@ -44,7 +46,7 @@ def join(runner: Any, names: Mapping[str, Any]) -> None:
         why = why_not(runner, names)
         if not why:
             gate, router, rule = runner.gate, runner.router, rule_of(runner.router, names)
-            router._compute_routing = partial(compute, router, gate, rule, padding_of(router))
+            router._compute_routing = partial(compute, router, gate, rule, partial(padding, names))
             gate.forward = hand_on
             named = ", ".join(f"{name} {value}" for name, value in asdict(rule).items() if value != 1 or value is True)
             say(logger, logging.INFO, f"Envoi routes {len(gate.weight)} experts, top {router.top_k}: {named}")
@@ -60,10 +62,10 @@ def hand_on(hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def compute(
-    router: Any, gate: Any, rule: Any, padding: Callable[[int], torch.Tensor | None], hidden_states: torch.Tensor,
+    router: Any, gate: Any, rule: Any, is_padding: Callable[[], torch.Tensor | None], hidden_states: torch.Tensor,
     router_logits: Any, indices_type: torch.dtype | None, *, input_ids: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return weights and ids of a call's slots, as a router of vLLM does: [M, k] each, no expert where `padding` is."""
+    """Return weights and ids of a call's slots as vLLM's routers do, [M, k] each: no expert where a row is padding."""
     import envoi
 
     bias = getattr(router, "e_score_correction_bias", None)
@@ -71,19 +73,17 @@ def compute(
         hidden_states, gate.weight.detach(), router.top_k, rule=rule,
         expert_bias=None if bias is None else bias.detach(),
     )  # fmt: skip
-    ids, is_padding = found.topk_ids, padding(len(hidden_states))
-    if is_padding is not None:
-        ids.masked_fill_(is_padding[:, None], -1)
+    ids, mask = found.topk_ids, is_padding()
+    if mask is not None:
+        ids.masked_fill_(mask[: len(ids), None], -1)
     return found.topk_weights, ids if indices_type is None else ids.to(indices_type)
 
 
-def padding_of(router: Any) -> Callable[[int], torch.Tensor | None]:
-    """Return what tells which rows of a step, bool [M], the router keeps from experts itself, None where it does none.
-
-    0.33's routers of one group do, by a function of their module. 0.26's don't: after them vLLM's kernel masks the ids
-    of all routers.
-    """
-    return getattr(sys.modules[type(router).__module__], "_get_padding_mask", lambda num_tokens: None)
+def padding(names: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return which rows of a step are padding, bool [M or more], None if vLLM doesn't say or isn't to skip them."""
+    if not names["environment_variables"][SKIP_PADDING]() or not names["is_forward_context_available"]():
+        return None
+    return names["get_forward_context"]().is_padding
 
 
 def rule_of(router: Any, names: Mapping[str, Any]) -> Any:

@@ -120,6 +120,10 @@ ROUTE = (
     Used(f"{ROUTERS}.fused_topk_bias_router", "FusedTopKBiasRouter"),
     Used(f"{ROUTERS}.grouped_topk_router", "GroupedTopKRouter"),
     Used("vllm.config", "get_current_vllm_config_or_none"),
+    Used("vllm.envs", "environment_variables"),
+    Used("vllm.forward_context", "get_forward_context"),
+    Used("vllm.forward_context", "is_forward_context_available"),
+    Used("vllm.forward_context", "ForwardContext", members=("is_padding",)),
 )  # fmt: skip
 EXCHANGE = (
     Used("vllm.distributed.parallel_state", "get_ep_group"),

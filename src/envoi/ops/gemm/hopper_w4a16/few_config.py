@@ -1,5 +1,6 @@
 """Config of the kernel for few tokens: its tiles, its shared memory, the sizes it takes."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -172,6 +173,13 @@ class FewConfig(Constant):
 def _room(count: int) -> int:
     """Return a length of vectors that holds so many: a power of two of float32, whole steps of tokens."""
     return max(32, next_power_of_2(count))
+
+
+def most_slots() -> float:
+    """Return how many slots these kernels may be given: on an H200 Triton 3.8's were wrong for 360, right for 64."""
+    from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
+
+    return 128 if WHOLE_VIEWS else math.inf
 
 
 def unroll_of(num_steps: int, allowed: tuple[int, ...], otherwise: int) -> int:

@@ -107,7 +107,7 @@ class Schedule:
     first: gl.tensor
     last: gl.tensor
     routing: Routing
-    tiles_per_strip: gl.tensor
+    tiles_per_strip: Scalar
     cfg: gl.constexpr
 
     @staticmethod
