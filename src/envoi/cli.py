@@ -208,6 +208,7 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", metavar="N", type=int, default=1, help="GPUs that share the experts over NVLink; default: 1")
     about = "as for ExpertParallel, with --ranks; default: where faster"
     add("--presum", action=argparse.BooleanOptionalAction, help=about)
+    add("--results", metavar="NAME", default="bf16", help="as for ExpertParallel, with --ranks; default: %(default)s")
     add("--arch", metavar="NAME", help="sm_90, sm_100 or sm_103, which needn't be present; default: the GPU here")
     add("--sms", metavar="N", type=int, help="multiprocessors of --arch; default: 132, as an H100 SXM or H200 has")
     add("--jobs", metavar="N", type=int, help="processes; default: one for each CPU")

@@ -40,4 +40,7 @@ KERNELS = tuple(
 SENT = LayerOfRanks(
     Layer("fp8_block128", M, HIDDEN, INTERMEDIATE, SENT_EXPERTS, NUM_TOPK, layout="interleaved"), NUM_RANKS
 )
-KERNELS += (case_of("experts-both-gemms-sent", "whose rows are sent to their ranks", HOPPER, SENT, "fused_kernel"),)
+KERNELS += (
+    case_of("experts-both-gemms-sent", "whose rows are sent to their ranks", HOPPER, SENT, "fused_kernel"),
+    case_of("experts-both-gemms-sent-fp8", "in FP8", HOPPER, replace(SENT, results="fp8_1x128"), "fused_kernel"),
+)

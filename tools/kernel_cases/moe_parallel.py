@@ -1,5 +1,7 @@
 """Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each; or two such hosts."""
 
+from dataclasses import replace
+
 from tools.kernel_cases import EVERY_ARCH
 from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
@@ -55,4 +57,11 @@ PLACEMENT = (
         _layer("memory", "bf16", False, NUM_ROUTED), "place_kernel",
     ),
 )  # fmt: skip
-KERNELS = NVLINK + HOSTS + PLACEMENT
+RESULTS = tuple(
+    case_of(f"ep-{name}-fp8", about, EVERY_ARCH, replace(_layer("memory", format, False), results="fp8_1x128"), kernel)
+    for name, about, format, kernel in (
+        ("sum", "sums over each token's slots, of rows in FP8", "bf16", "sum_kernel"),
+        ("send-rows", "rows of other experts, quantised", "bf16", "send_rows_kernel"),
+    )
+)
+KERNELS = NVLINK + HOSTS + PLACEMENT + RESULTS

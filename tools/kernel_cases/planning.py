@@ -136,13 +136,15 @@ class LayerOfRanks:
     presum: bool = False
     num_hosts: int = 1
     num_routed: int | None = None
+    results: str | None = None
 
     def __call__(self) -> None:
         """Call `ExpertParallel.moe`, as far as it launches."""
         layer, num_experts = self.experts, self.experts.num_experts * self.num_ranks
         layout = SharedLayout(
-            self.num_ranks, num_experts, layer.num_tokens, layer.num_topk, layer.hidden, layer.format, self.presum
-        )
+            self.num_ranks, num_experts, layer.num_tokens, layer.num_topk, layer.hidden, layer.format, self.presum,
+            self.results,
+        )  # fmt: skip
         ends = tuple(range(0, num_experts + 1, layer.num_experts))
         hosts = tuple(str(rank * self.num_hosts // self.num_ranks) for rank in range(self.num_ranks))
         call = ParallelCall(

@@ -208,23 +208,27 @@ def l1_output_scheme(scheme: Scheme | None) -> str | None:
 
 
 @cache
-def expert_l2(has_bias: bool, has_scale: bool = False) -> Epilogue:
+def expert_l2(has_bias: bool, has_scale: bool = False, scheme: str | None = None) -> Epilogue:
     """Return the experts' second epilogue. Rows already carry the routing weight; only the bias is multiplied here.
 
+    scheme: None, or what rows are quantised to, as in `expert_l1`.
     Operands: weight (Row) and bias (Col) if has_bias; scale (Col), of the accumulator, if has_scale.
     """
 
+    def leave(x):
+        return x if scheme is None else quantize(x, *_LEAVE[scheme])
+
     def expert_l2(acc):
-        return acc
+        return leave(acc)
 
     def expert_l2_bias(acc, weight: Row, bias: Col):
-        return acc + weight * bias
+        return leave(acc + weight * bias)
 
     def expert_l2_scale(acc, scale: Col):
-        return acc * scale
+        return leave(acc * scale)
 
     def expert_l2_scale_bias(acc, weight: Row, scale: Col, bias: Col):
-        return acc * scale + weight * bias
+        return leave(acc * scale + weight * bias)
 
     if has_scale:
         return epilogue(expert_l2_scale_bias if has_bias else expert_l2_scale)

@@ -36,14 +36,14 @@ from typing import Any
 import torch
 
 from envoi.epilogues.ir import IR, kept_with_ir
-from envoi.epilogues.outputs import OutputSpec, chunk_columns, deferred, output_specs, pairs_up, rows_must_fit
+from envoi.epilogues.outputs import OutputSpec, chunk_columns, deferred, output_specs, pairs_up, rows_must_fit, scatters
 from envoi.epilogues.writer import Writer
 
 FUNCTIONS = (
     "visit", "merge", "save", "finish", "buffers", "operand_buffers", "fetch_operands", "of_expert", "load_columns",
     "column_buffers", "keep_columns",
 )  # fmt: skip
-ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
+ONE_TILE = "rows can be sent to addresses if the only output is a tile, quantised in groups of 128 or not at all"
 _number = itertools.count()  # numbers the file names: each text needs its own
 ONE_GROUP = "pairs of chunks can be quantised if the only output is a tile rounded to bf16, in groups of 128 to FP8"
 NEEDS_ROWS = "a row's value is used before the row is complete"
@@ -129,14 +129,14 @@ def lower(
 
     dialect: "gluon" or "triton". whole_rows: chunks hold whole rows. tma: store tiles through descriptors, else from
     registers. pointers: the Scalar operands passed as tensors of one element. tma_operands: the Tile operands loaded by
-    TMA, at most MAX_DESCS. scattered: store each row of the only output, a tile, at an address; the addresses are
-    passed in its place. paired: a chunk has half of the columns that share a scale factor of the only output, see
-    `pairs_up`.
+    TMA, at most MAX_DESCS. scattered: store each row of the only output, a tile, at an address, a quantised row's scale
+    factors right after its values; the addresses are passed in place of the output. paired: a chunk has half of the
+    columns that share a scale factor of the only output, see `pairs_up`.
     """
     if not whole_rows and rows_must_fit(ir):
         raise ValueError(f"epilogue {ir.name}: {NEEDS_ROWS}; it needs pieces of whole rows")
     found = output_specs(ir, out_dtype)
-    if scattered and (tma or [spec.kind for spec in found] != ["tile"] or found[0].position in deferred(ir)):
+    if scattered and (tma or not scatters(ir, found)):
         raise ValueError(f"epilogue {ir.name}: {ONE_TILE}")
     if paired and (not pairs_up(ir) or tma or tma_operands or dialect != "gluon"):
         raise ValueError(f"epilogue {ir.name}: {ONE_GROUP}")

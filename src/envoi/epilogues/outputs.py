@@ -95,6 +95,15 @@ def _crosses_columns(ir: IR, node: Node) -> bool:
 
 
 @kept_with_ir
+def scatters(ir: IR, specs: tuple[OutputSpec, ...]) -> bool:
+    """Return True if the only output is a tile that depends on no other column, or one in FP8 in groups of 128."""
+    if specs[0].kind != "tile" or specs[0].position in deferred(ir):
+        return False
+    node = ir.nodes[specs[0].position]
+    return len(specs) == 1 or (len(specs) == 2 and node.op == "quantize" and node.attribute("scheme") == "fp8_1x128")
+
+
+@kept_with_ir
 def rows_must_fit(ir: IR) -> bool:
     """Return True if the epilogue can only run on chunks that hold whole rows."""
     return any(

@@ -171,6 +171,22 @@ def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
 
 
 @gluon.jit
+def scatter_factors(addresses, factors, m, n, m_end, num_columns, COLUMNS: gl.constexpr):
+    """Store the float32 factors [rows, groups] of a chunk of COLUMNS values behind the num_columns bytes of their rows.
+
+    addresses: as of `scatter_tile`. n: the chunk's first group. num_columns: a multiple of the group.
+    """
+    factors = gl.convert_layout(factors, factors_of(COLUMNS, gl.num_warps()))
+    rows, groups = row_ids(factors, m), col_ids(factors, n)
+    if addresses.dtype.is_ptr():
+        loaded = gl.load(addresses + rows, mask=rows < m_end, other=0)
+    else:
+        loaded = gl.convert_layout(addresses, rows.type.layout, assert_trivial=True)
+    to = (loaded + num_columns).to(gl.pointer_type(gl.float32))
+    gl.store(to[:, None] + groups[None, :], factors, mask=(rows < m_end)[:, None] & (groups * 4 < num_columns)[None, :])
+
+
+@gluon.jit
 def load_addresses(pointer, m, m_end, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr):
     """Start loading the addresses of rows m .. m + ROWS - 1 for `scatter_tile` of chunks of COLUMNS values of BITS."""
     rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, runs_of(COLUMNS, BITS, gl.num_warps())))
@@ -183,6 +199,19 @@ def runs_of(columns, bits, num_warps):
     each = 128 // bits
     lanes = min(32, columns // each)
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def e4m3_of_group(x):
+    """Round float32 that its group's factor has brought within 448, but for rounding, to E4M3: the cast saturates."""
+    return x.to(gl.float8e4nv)
+
+
+@gluon.constexpr_function
+def factors_of(columns, num_warps):
+    """Return a layout of groups in which a thread has the rows that it has of `columns` values in `runs_of`."""
+    lanes = min(32, columns // 16)
+    return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 @gluon.jit

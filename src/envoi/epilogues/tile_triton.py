@@ -94,6 +94,18 @@ def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg):
 
 
 @triton.jit
+def scatter_factors(addresses, factors, m, n, m_end, num_columns, COLUMNS: tl.constexpr):
+    """Store the float32 factors [rows, groups] of a chunk of COLUMNS values behind the num_columns bytes of their rows.
+
+    n: the chunk's first group. num_columns: a multiple of the group.
+    """
+    rows, groups = row_ids(factors, m), col_ids(factors, n)
+    to = tl.load(addresses + rows, mask=rows < m_end, other=0) + num_columns
+    mask = (rows < m_end)[:, None] & (groups * 4 < num_columns)[None, :]
+    tl.store(to.to(tl.pointer_type(tl.float32))[:, None] + groups[None, :], factors, mask=mask)
+
+
+@triton.jit
 def sum_columns(x):
     """Return the sum of each row."""
     return tl.sum(x, axis=1)
@@ -155,6 +167,12 @@ def store_column(pointer, value, ids, limit):
 def e4m3(x):
     """Round float32 to the bits of E4M3, saturating."""
     return to_e4m3(x)
+
+
+@triton.jit
+def e4m3_of_group(x):
+    """Round float32 to the bits of E4M3."""
+    return e4m3(x)
 
 
 @triton.jit

@@ -251,6 +251,8 @@ class Writer:
             return
         group = scheme.group[1]
         magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
+        if self.scattered:  # groups divide N
+            magnitude = f"L.abs({source})"
         if group:
             self.line(f"a{index} = group_amax(group_max({magnitude}, {group}))")
         else:
@@ -259,11 +261,16 @@ class Writer:
         if group:
             self.line(f"q{index} = times_group({source}, f{index}, {group})")
             column, width = f"at.n // {d * group}", f"at.N // {d * group}"
-            self.line(f"store_tile(outputs[{index + 1}], sf{index}, at.m, {column}, at.m_end, {width}, cfg)")
+            if self.scattered:
+                where = f"at.m, {column}, at.m_end, at.N // {d}"
+                self.line(f"scatter_factors(outputs[{index}], sf{index}, {where}, x{d}.shape[1])")
+            else:
+                self.line(f"store_tile(outputs[{index + 1}], sf{index}, at.m, {column}, at.m_end, {width}, cfg)")
         else:
             self.line(f"q{index} = {source} * f{index}[:, None]")
             self.line(f"store_row(outputs[{index + 1}], sf{index}, at.m, at.m_end, 1, 0)")
-        self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if spec.packed else f"e4m3(q{index})"))
+        to_e4m3 = "e4m3_of_group" if self.scattered else "e4m3"
+        self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if spec.packed else f"{to_e4m3}(q{index})"))
 
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)

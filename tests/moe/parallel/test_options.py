@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envoi.ops.moe.parallel.nvlink import SharedLayout
-from envoi.ops.moe.parallel.opening import check_given, wanted_by
+from envoi.ops.moe.parallel.opening import check_given, check_options, wanted_by
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.warm_up import without_tensors
 from envoi.runtime.devices import Target, limited
@@ -30,6 +30,7 @@ def opened(rank: int, num_ranks: int, tried: list) -> list[tuple[str, list[str]]
             try:
                 parallel = cases.open_parallel(make(), "bf16", rank, [4, 8], **mine)
                 text = f"{parallel.exchange} {parallel.presum} {parallel.why}"
+                assert parallel.results == "bf16"  # counted
                 parallel.close()
             except ValueError as error:
                 text = str(error)
@@ -52,10 +53,11 @@ def test_fused_warns_where_it_does_nothing_and_is_refused_where_it_was_slower():
 
 GATHERED = SIZES | {"exchange": "gathered"}
 NAMED = {"hosts": ["a", "b"]}
+SUMS = {"exchange": "sums"}
 ACCEPTED = [
-    {"exchange": "counted"} | SIZES, GATHERED, SIZES | {"exchange": "gathered+sums"}, {"exchange": "sums"},
+    {"exchange": "counted"} | SIZES, GATHERED, SIZES | {"exchange": "gathered+sums"}, SUMS,
     SIZES | NAMED | {"exchange": "hosts"}, SIZES | {"exchange": "hosts+sums", "hosts": ["a", "a"]},
-    {"exchange": "rows", "num_sms": 3},
+    {"exchange": "rows", "num_sms": 3}, {"results": "fp8_1x128"},
 ]  # fmt: skip
 OLD = [
     ({"presum": False}, "rows", 'presum: is deprecated; pass exchange="rows" instead'),
@@ -71,6 +73,11 @@ WRONG = [
     (NAMED | {"max_tokens": 8}, "exchange: expected max_tokens and num_topk with 'hosts', got None"),
     (GATHERED | NAMED, 'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange \'gathered\''),
     (GATHERED | {"presum": True}, "presum: expected None with exchange 'gathered', which says it, got True"),
+    ({"results": "fp8"}, "results: expected one of 'bf16', 'fp8_1x128', got 'fp8'"),
+    ({"results": None}, "results: expected one of 'bf16', 'fp8_1x128', got None"),
+    (SUMS | {"results": "fp8_1x128"}, "results: expected 'bf16' where sums are sent back, got 'fp8_1x128'"),
+    (SIZES | {"exchange": "hosts+sums", "results": "fp8_1x128"}, "results: expected 'bf16' where sums are"),
+    (({"results": "fp8_1x128"}, {}), "sizes: expected the same on every rank, got max_tokens=None"),
     ({"num_sms": 0}, "num_sms: expected an int of at least 1, got 0"),
     (({"exchange": "rows"}, {"exchange": "sums"}), "sizes: expected the same on every rank, got max_tokens=None"),
 ]
@@ -88,6 +95,12 @@ def test_over_gloo_rows_are_counted_whatever_is_asked_and_wrong_options_are_refu
         for given, message in WRONG:
             text, _ = next(found)
             assert message in text, given
+
+
+def test_groups_of_128_have_to_divide_the_hidden_size():
+    experts = make(hidden=192).pack()
+    with pytest.raises(ValueError, match="^results 'fp8_1x128': hidden: expected a multiple of 128 .*, got 192$"):
+        check_options(experts, 1.0, None, None, "auto", None, None, None, None, "fp8_1x128")
 
 
 def test_old_arguments_mean_an_exchange():

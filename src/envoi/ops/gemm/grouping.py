@@ -17,7 +17,9 @@ class Grouping:
     expected: approximate number of rows of all experts; None = as many as there is room for. Only the choice of a
         config depends on it.
     to: int64 [M], the address that each row of the epilogue's only output is scattered to: a multiple of 16, also on
-        another GPU, with room for N elements of the output's dtype. None = the rows of a new tensor.
+        another GPU, with room for N elements of the output's dtype, and its scale factors. None = the rows of a new
+        tensor.
+    results: the scheme in which the experts' second GEMM stores its rows, None for bf16.
     batch_invariant: make no choice by the number of rows on which a row's bits depend: see `settled`.
     are_offsets_early: `offsets` was written before the launch right in front of the GEMM lets others start. On Hopper
         the GEMM then starts before that launch ends, and asks for weights meanwhile.
@@ -28,6 +30,7 @@ class Grouping:
     to: torch.Tensor | None = None
     batch_invariant: bool = False
     are_offsets_early: bool = False
+    results: str | None = None
 
     def likely_rows(self, room: int) -> int:
         """Return the number of rows to expect where there is room for `room`."""

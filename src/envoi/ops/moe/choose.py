@@ -120,9 +120,19 @@ def choose_experts(experts: ExpertWeights, num_rows: int, grouping: Grouping = E
     return Choice(
         LayerPath.GEMMS,
         kernels_for(kind, rows, experts.gate_up, l1, grouping),
-        kernels_for(kind, hidden, experts.down, l2_epilogue(experts).ir, grouping),
+        kernels_for(kind, hidden, experts.down, l2_epilogue(experts, grouping.results).ir, grouping),
         takes_pairs,
     )
+
+
+def l2_quantises(experts: ExpertWeights, results: str) -> bool:
+    """Return True if the kernels that L2 runs on can quantise its rows to this scheme too."""
+    scheme, kind = format_named(experts.format).activations, implementation(experts.device)
+    if not experts.num_local_experts or experts.order != "rows":  # kernels of an order take no groups of 128
+        return False
+    hidden = _rows(1, experts.intermediate, scheme)
+    kernels = (kernels_for(kind, hidden, experts.down, l2_epilogue(experts, wanted).ir) for wanted in (None, results))
+    return len({*kernels}) == 1
 
 
 @lru_cache(maxsize=64)  # tensors without memory take longer to make than all else that a choice asks
@@ -238,7 +248,7 @@ def why_not_one_launch(experts: ExpertWeights, num_rows: int, grouping: Grouping
     row, hidden = (_rows(1, width, scheme) for width in (experts.hidden, experts.intermediate))
     if in_pairs is None or why_not_pairs(row, experts.gate_up, in_pairs.ir):
         return f"experts whose L1 has no groups of 128 gated columns: {experts.activation}, {experts.intermediate} wide"
-    refusal = hopper.why_not_hopper(hidden, experts.down, l2_epilogue(experts).ir)
+    refusal = hopper.why_not_hopper(hidden, experts.down, l2_epilogue(experts, grouping.results).ir)
     if refusal:
         return refusal
     return "" if fits_search(num_rows, experts.num_local_experts) else "more rows than a search can tell apart"
@@ -261,7 +271,7 @@ def one_launch_pays(experts: ExpertWeights, num_rows: int, grouping: Grouping = 
         tune.rounded(Problem(rows, 2 * intermediate, hidden, 1, num_local, scaled=True)),
         tune.rounded(Problem(rows, hidden, intermediate, 1, num_local, scaled=True)),
     )
-    irs = in_tile.ir, cast(Epilogue, in_pairs).ir, l2_epilogue(experts).ir
+    irs = in_tile.ir, cast(Epilogue, in_pairs).ir, l2_epilogue(experts, grouping.results).ir
     return _one_launch_pays(problems, irs, grouping.to is not None, num_sms(experts.device))
 
 

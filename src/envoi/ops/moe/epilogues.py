@@ -16,9 +16,9 @@ def l1_operands(experts: ExpertWeights, weights: torch.Tensor) -> dict[str, Any]
     return {"weight": weights, **columns_of(experts.gate_up, experts.gate_up_bias)}
 
 
-def l2_epilogue(experts: ExpertWeights) -> Epilogue:
-    """Return L2's epilogue, which weights rows if L1 doesn't."""
-    return expert_l2(experts.gate_up_bias is not None, scale_of(experts.down) is not None)
+def l2_epilogue(experts: ExpertWeights, results: str | None = None) -> Epilogue:
+    """Return L2's epilogue, which weights rows if L1 doesn't. results: a scheme that it quantises rows to, or None."""
+    return expert_l2(experts.gate_up_bias is not None, scale_of(experts.down) is not None, results)
 
 
 def l2_operands(experts: ExpertWeights, weights: torch.Tensor) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def run_experts(
         hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None), choice)
     with span("L2"):
         operands = l2_operands(experts, weights)
-        out = _run_grouped_gemm(hidden, experts.down, offsets, l2_epilogue(experts), operands, grouping, choice.l2)
+        l2 = l2_epilogue(experts, grouping.results)
+        out = _run_grouped_gemm(hidden, experts.down, offsets, l2, operands, grouping, choice.l2)
         return cast(torch.Tensor, out)
 
 

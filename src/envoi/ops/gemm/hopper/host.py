@@ -336,8 +336,10 @@ def _lowered(
     whole_rows = N <= MAX_WHOLE and rows_must_fit(work.ir)
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
     few = not whole_rows and are_few(tokens, chunk_columns(work.ir))
-    tiles = [t for t, spec in zip(outputs, output_specs(work.ir, out_dtype), strict=True) if spec.kind == "tile"]
-    tma = by_tma and not few and not scattered and all(fits_tma(t.shape, t.itemsize) for t in tiles)
+    tma = by_tma and not few and not scattered
+    if tma:
+        specs = output_specs(work.ir, out_dtype)
+        tma = all(fits_tma(t.shape, t.itemsize) for t, s in zip(outputs, specs, strict=True) if s.kind == "tile")
     loaded = tuple(
         operand.name
         for operand, value in zip(work.ir.operands, operands, strict=True)

@@ -72,7 +72,7 @@ def plan(
     first = hopper.call_of(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, own)
     values, sf = first.outputs
     hidden = QuantTensor(values, sf, (1, values.shape[1] // sf.shape[1]))
-    operands, l2 = l2_operands(experts, weights), l2_epilogue(experts).ir
+    operands, l2 = l2_operands(experts, weights), l2_epilogue(experts, grouping.results).ir
     second = hopper.call_of(hidden, experts.down, offsets, l2, BF16, operands, grouping)
     problems = tune.rounded(hopper.problem_of(first)), tune.rounded(hopper.problem_of(second))
     tiling = tiling_of(problems, (first.code, second.code), num_sms)

@@ -73,6 +73,9 @@ class ExpertParallel:
         which has -1 for shared experts besides, is one too.
     num_experts: with a placement, the experts of a routing if some of them may be missing: tokens routed to one come
         out NaN, all others as ever. None = those that the placement names, each of which has to be there.
+    results: "bf16", or "fp8_1x128": over NVLink rows are sent back in E4M3 with a float32 factor for each 128 columns,
+        which have to divide hidden: half the bytes, an error of 0.026 more (docs/several_machines.md), and bits that
+        the number of ranks doesn't change. Not with sums, which "auto" then isn't. Elsewhere rows stay bf16.
     hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names. One name
         for all is one host; ranks of one name have to be on one machine.
     presum, fused: deprecated. presum: True means exchange "sums", False "rows", with hosts "hosts+sums" and "hosts".
@@ -81,7 +84,7 @@ class ExpertParallel:
     Attributes: num_experts (of a routing), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]; with
         a placement, or shared experts, a rank's last, these are physical experts), placement (a tuple, or None),
         missing_experts (see num_experts), group, transport ("nvlink", "nccl" or "gloo"), why (the reason for that
-        transport), exchange ("memory" over NVLink, "hosts", "gathered" or "counted") and presum (True or False).
+        transport), exchange ("memory" over NVLink, "hosts", "gathered" or "counted"), presum (True or False), results.
 
     Threads may share an object: its calls run one at a time, each is matched with any call of another rank, and each
     returns the rows of its own tokens; where rows are counted all of them need the same k. Two objects on one NCCL
@@ -101,9 +104,9 @@ class ExpertParallel:
         timeout_s: float = opening.DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
         presum: bool | None = None, hosts: str | Sequence[str] | None = None, fused: bool | None = None, *,
         exchange: str = "auto", num_sms: int | None = None,
-        placement: Sequence[int] | torch.Tensor | None = None, num_experts: int | None = None,
+        placement: Sequence[int] | torch.Tensor | None = None, num_experts: int | None = None, results: str = "bf16",
     ):  # fmt: skip
-        options = experts, timeout_s, max_tokens, num_topk, exchange, num_sms, hosts, presum, fused
+        options = experts, timeout_s, max_tokens, num_topk, exchange, num_sms, hosts, presum, fused, results
         refusal = complaint(opening.check_options, *options) or complaint(check_options, placement, num_experts)
         if not dist.is_initialized():
             raise ValueError(
@@ -116,7 +119,7 @@ class ExpertParallel:
         self._backend = dist.get_backend_config(group)
         self._options = {
             "timeout_s": timeout_s, "max_tokens": max_tokens, "num_topk": num_topk, "hosts": hosts,
-            "exchange": exchange, "num_sms": num_sms,
+            "exchange": exchange, "num_sms": num_sms, "results": results,
         }  # fmt: skip
         # Unique, and equal on all ranks, which count their groups' objects alike, also those that are refused.
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
@@ -126,11 +129,13 @@ class ExpertParallel:
         self.experts, self.timeout_s, self.num_sms = experts, timeout_s, num_sms
         self.max_tokens, self.num_topk = max_tokens, num_topk
         same = {"timeout_s": f"{float(timeout_s):g}", "sizes": f"{max_tokens=} {num_topk=} {exchange=} {num_experts=}"}
+        same["sizes"] += f" {results=}"
         hosts = opening.HOSTNAME if hosts is None else list(hosts) if isinstance(hosts, tuple) else hosts
         given = None if placement is None else as_numbers(placement)
         peers = opening.tell_peers(channel, experts, same | {"hosts": repr(hosts)}, num_sms, given)
         self._kernels = repr([peer.kernels for peer in peers])
-        wanted, backend, self._hosts = opening.EXCHANGES[exchange], None, tuple[str, ...]()
+        wanted, backend = opening.EXCHANGES[exchange]._replace(results=opening.RESULTS[results]), None
+        self._hosts = tuple[str, ...]()
         if wanted.route == "hosts":
             self._hosts = opening.hosts_of(peers, hosts)
             wanted = wanted if self._hosts else wanted._replace(route=None)
@@ -146,6 +151,7 @@ class ExpertParallel:
         self._exchange, self.why = opening.open_exchange(*sizes, wanted, group, self._hosts, backend)
         self._lock = self._exchange.lock
         self.exchange, self.presum = self._exchange.name, self._exchange.presum
+        self.results = self._exchange.results
         self.transport = "nvlink" if self.exchange == "memory" else "nccl" if channel.queues else "gloo"
         self._is_loaded = not compiles(experts.device)
         instances[self.name] = self
@@ -162,8 +168,8 @@ class ExpertParallel:
         workspace: as in `envoi.gemm`, memory for the call's own use, of `workspace_bytes` or more; may differ by rank.
 
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit, whichever of
-        the replicas compute, since their weights are equal; with presum, up to the rounding of a rank's sums, and in
-        mxfp4 on Hopper with few tokens up to that of sums along K.
+        the replicas compute, since their weights are equal; with presum, up to the rounding of a rank's sums, with
+        results in FP8 of rows, and in mxfp4 on Hopper with few tokens up to that of sums along K.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late.
         Unless rows are counted the host doesn't wait for that: the rank whose arguments are wrong raises at once (but
         for ids, which only the device knows), the output is NaN everywhere, and a later call or `check` raises. Calls
@@ -346,6 +352,7 @@ class ExpertParallel:
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
+        layout = replace(layout, results=opening.RESULTS[self.results])
         k, experts = cast(int, self.num_topk), without_tensors(self.experts)
         num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from envoi.epilogues.codes_triton import widen
+from envoi.epilogues.codes_triton import from_e4m3, widen
 from envoi.epilogues.device import bf16
+from envoi.ops.moe.kernels import quantized
 from envoi.runtime.timeline_device import note_begin, note_moment
 
 # Outcome of a call so far: `state[OUTCOME]`.
@@ -211,16 +212,41 @@ def store_total(out, m, columns, width, total, state):
 
 
 @triton.jit
-def sum_kernel(slots, topk_ids, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr, trace):
-    """Sum the rows of a token's slots in their order, in float32. slots [M * K, width]: where L2 sent them."""
+def load_row(row, columns, groups, width, used, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return columns of a row that was sent back, float32; 0 unless used.
+
+    row: bf16 values, or with GROUP E4M3 and behind them float32 factors: groups [G, 1] of columns [G, GROUP].
+    """
+    if GROUP:
+        x = tl.load(row + columns, mask=used & (columns < width), other=0)
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float32) if HARDWARE else from_e4m3(x)
+        factors = (row + width).to(tl.pointer_type(tl.float32)) + groups
+        return x * tl.load(factors, mask=used & (groups < width // GROUP), other=0.0)
+    else:
+        return widen(tl.load(row + columns, mask=used & (columns < width), other=0.0))
+
+
+@triton.jit
+def sum_kernel(
+    slots, topk_ids, out, state, width, stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr, trace,
+):  # fmt: skip
+    """Sum the rows of a token's slots in their order, in float32.
+
+    slots: where L2 sent row i, at slots + i * stride, as in `load_row`.
+    """
     note_begin(trace, 0, 0, 0)
     m = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    if GROUP:
+        groups = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
+        columns = groups * GROUP + tl.arange(0, GROUP)[None, :]
+    else:
+        groups = 0
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros(columns.shape, tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
         used = tl.load(topk_ids + m * K + s) >= 0
-        at = slots + (m.to(tl.int64) * K + s) * width + columns
-        total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
+        total += load_row(slots + (m.to(tl.int64) * K + s) * stride, columns, groups, width, used, GROUP, HARDWARE)
     store_total(out, m, columns, width, total, state)
     note_moment(trace, 0, 0, 1)
 
@@ -252,15 +278,26 @@ def sum_ranks_kernel(
 
 
 @triton.jit(do_not_specialize=["num_local"])
-def send_rows_kernel(rows, destinations, offsets, width, num_local, BLOCK: tl.constexpr):
+def send_rows_kernel(
+    rows, destinations, offsets, width, num_local, BLOCK: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr
+):
     """Store row r of rows [P, width] bf16 at the address destinations[r], as L2 does, for all rows of experts here.
 
-    offsets [num_local + 1] int32: the last one is the number of rows, 0 if the call has failed.
+    offsets [num_local + 1] int32: the last one is the number of rows, 0 if the call has failed. With GROUP rows are
+    quantised, see `load_row`.
     """
     for row in range(tl.program_id(0), tl.load(offsets + num_local), tl.num_programs(0)):
-        to = tl.multiple_of(tl.load(destinations + row).to(rows.dtype), 16)
+        to = tl.load(destinations + row)
         source = rows + tl.cast(row, tl.int64) * width
         for first in range(0, width, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             x = tl.load(source + columns, mask=columns < width, other=0.0)
-            tl.store(to + columns, x, mask=columns < width)
+            if GROUP:
+                values, sf = quantized(tl.reshape(widen(x), (1, BLOCK)), GROUP, False, HARDWARE)
+                values = tl.reshape(values, (BLOCK,))
+                groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+                factors = (to + width).to(tl.pointer_type(tl.float32)) + groups
+                tl.store(factors, sf, mask=groups < width // GROUP)
+                tl.store(tl.multiple_of(to.to(tl.pointer_type(tl.uint8)), 16) + columns, values, mask=columns < width)
+            else:
+                tl.store(tl.multiple_of(to.to(rows.dtype), 16) + columns, x, mask=columns < width)

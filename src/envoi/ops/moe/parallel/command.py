@@ -15,7 +15,7 @@ from envoi.ops.moe.op import IDS
 from envoi.ops.moe.packing import pack
 from envoi.ops.moe.parallel import ExpertParallel
 from envoi.ops.moe.parallel.nvlink import SharedLayout
-from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S, with_presum
+from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S, RESULTS, check_results, with_presum
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.support import with_small_factors
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
     if args.presum is not None and args.ranks == 1:
         raise ValueError("--presum: expected it only with --ranks of 2 or more, got --ranks 1")
+    check_results("--results", args.results, args.hidden, args.presum)
     here = Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
     target = _target(args.arch, args.sms, here)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         experts = experts_without_memory(
             args.hidden, args.intermediate, args.experts // args.ranks, args.format, args.activation, args.bias
         )
-        calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum)
+        sizes = args.experts, args.topk, args.max_tokens, args.ranks
+        calls = calls_of(experts, *sizes, args.presum, RESULTS[args.results])
     start, jobs = time.monotonic(), args.jobs or num_cpus()
     sites = compile_calls(calls, target, range(1, args.max_tokens + 1), jobs, True, for_launch=target == here)
     counts = Counter(site.name for site in sites)
@@ -87,18 +89,18 @@ def experts_without_memory(
 
 def calls_of(
     experts: ExpertWeights, num_experts: int, num_topk: int, max_tokens: int, num_ranks: int,
-    presum: bool | None = None,
+    presum: bool | None = None, results: str | None = None,
 ) -> list[Call]:  # fmt: skip
     """Return the calls of a layer on one GPU; of several ranks over NVLink, of each whose kernels may differ.
 
-    presum: of `ExpertParallel`. Raises ValueError for sizes or experts that can't be.
+    presum, results: of `ExpertParallel`. Raises ValueError for sizes or experts that can't be.
     """
     if num_ranks == 1:
         return [LayerCall(experts, num_topk, (ids, ROUTED[1])) for ids in IDS]
     if experts.hidden % 16:
         raise ValueError(f"--hidden: expected a multiple of 16 with --ranks, got {experts.hidden}")
     layout = SharedLayout(num_ranks, num_experts, max_tokens, num_topk, experts.hidden, experts.format)
-    layout = with_presum(layout, experts.intermediate, presum)
+    layout = with_presum(layout, experts.intermediate, presum, 0, results)
     offsets = tuple(range(0, num_experts + 1, num_experts // num_ranks))
     # Triton compiles another kernel for a number that is 1, or a multiple of 16.
     kinds = {tuple((x == 1, x % 16 == 0) for x in (rank, offsets[rank])): rank for rank in range(num_ranks)}

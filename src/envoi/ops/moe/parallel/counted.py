@@ -165,7 +165,7 @@ class Counted:
     and of these the device has done (DONE); GATHERED is one more between a call's two. See `oversee`.
     """
 
-    name, presum = "counted", False
+    name, presum, results = "counted", False, "bf16"
 
     def __init__(self, channel: Channel):
         """Let hosts wait for peers that compile, and end collectives that wait for a lost one, where NCCL sends."""

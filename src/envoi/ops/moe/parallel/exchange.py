@@ -151,6 +151,11 @@ class OnDevice:
         return self.domain.layout.presum if self.rail is None else self.rail.layout.whole.presum
 
     @property
+    def results(self) -> str:
+        """Scheme of the rows that are sent back."""
+        return self.domain.layout.results or "bf16"
+
+    @property
     def lock(self) -> Any:
         """Lock that a call holds: objects that share memory take turns."""
         return self.domain.lock

@@ -27,15 +27,15 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from envoi.ops.gemm.grouping import Grouping
-from envoi.ops.moe.choose import has_kernels
+from envoi.ops.moe.choose import has_kernels, l2_quantises
 from envoi.ops.moe.experts import run_experts
 from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
 from envoi.ops.moe.one_launch.config import FORMAT, NUM_COUNTERS
 from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.permute import MAX_SUM_COLUMNS, RowBuffers, empty_rows
-from envoi.quant.formats import Scheme, format_named
-from envoi.runtime.devices import num_sms, on_gpu
-from envoi.runtime.math import next_power_of_2
+from envoi.quant.formats import SCHEMES, Scheme, format_named
+from envoi.runtime.devices import casts_e4m3, num_sms, on_gpu
+from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.runtime.prepared import Calls
 from envoi.runtime.timeline import UNTRACED
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -82,7 +82,8 @@ class Regions(NamedTuple):
 class SharedLayout:
     """Sizes that all ranks agree on, and the layout of a rank's memory. max_tokens: of a rank; num_topk: of a token.
 
-    format: of the experts. presum: a rank sums the rows of a token before it sends them back."""
+    format: of the experts. presum: a rank sums the rows of a token before it sends them back. results: the scheme of
+    the rows that are sent back, None for bf16; with presum None."""
 
     num_ranks: int
     num_experts: int
@@ -91,6 +92,7 @@ class SharedLayout:
     hidden: int
     format: str
     presum: bool = False
+    results: str | None = None
 
     @property
     def slot_capacity(self) -> int:
@@ -129,8 +131,15 @@ class SharedLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a row that is sent back, bf16."""
-        return self.hidden * 2
+        """Bytes of a row that is sent back: in bf16, or values and behind them their scale factors."""
+        if self.results is None:
+            return self.hidden * 2
+        return cdiv(self.hidden + self.hidden // self.group * 4, 16) * 16
+
+    @property
+    def group(self) -> int:
+        """Columns of a row sent back that share a scale factor, 0 in bf16."""
+        return 0 if self.results is None else SCHEMES[self.results].group[1]
 
     @cached_property
     def regions(self) -> Regions:
@@ -153,9 +162,9 @@ class SharedLayout:
         return QuantTensor(values, sf, scheme.group_for(shape))
 
     def returned_rows_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """View the rows sent back to a rank, in its memory: [max_tokens * num_returned, hidden] bf16."""
-        shape = (self.max_tokens * self.num_returned, self.hidden)
-        return _view(memory, self.regions.returned_rows, torch.bfloat16, shape)
+        """View the rows sent back to a rank, in its memory: [max_tokens * num_returned, hidden] bf16, or of bytes."""
+        dtype, rows = torch.uint8 if self.results else torch.bfloat16, self.max_tokens * self.num_returned
+        return _view(memory, self.regions.returned_rows, dtype, (rows, self.slot_bytes // dtype.itemsize))
 
 
 def aligned_offsets(first: int, sizes: Iterable[int]) -> list[int]:
@@ -392,13 +401,19 @@ def why_not_kernels(experts: ExpertWeights) -> str:
 def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
     """Run this rank's experts on domain.rows. L2 sends rows to their slots; with presum they are returned.
 
+    Where L2's kernels can't quantise rows as they are to be sent, `send_rows` does.
+
     num_slots: this rank's slots, an estimate of the others'; only the choice of a config depends on it.
     """
     layout = domain.layout
     expected = layout.num_ranks * (num_slots or layout.slot_capacity) * domain.num_local // layout.num_experts
-    to = None if layout.presum else domain.row_destinations
-    grouping = Grouping(write_tail=False, expected=expected, to=to)
-    return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, domain.progress)
+    is_apart = layout.results is not None and not l2_quantises(experts, layout.results)
+    to, results = (None, None) if layout.presum or is_apart else (domain.row_destinations, layout.results)
+    grouping = Grouping(write_tail=False, expected=expected, to=to, results=results)
+    rows = run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, domain.progress)
+    if is_apart:
+        send_rows(domain, rows)
+    return rows
 
 
 def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -425,9 +440,10 @@ def send_partial_sums(domain: Domain, rows: torch.Tensor) -> None:
 
 def send_rows(domain: Domain, rows: torch.Tensor) -> None:
     """Send rows [P, H] bf16, which L2 hasn't sent, to the ranks of their tokens; without presum."""
-    width = domain.layout.hidden
-    block = min(MAX_SENT_COLUMNS, next_power_of_2(width))
-    arguments = rows, domain.row_destinations, domain.offsets, width, domain.num_local, block
+    width, group = domain.layout.hidden, domain.layout.group
+    block = max(group, min(MAX_SENT_COLUMNS, next_power_of_2(width)))
+    casts = casts_e4m3(domain.memory.device)
+    arguments = rows, domain.row_destinations, domain.offsets, width, domain.num_local, block, group, casts
     launch_kernel(COMBINE_KERNELS, "send_rows_kernel", Launch(_loop_grid(rows), arguments, WARPS))
 
 
@@ -451,7 +467,8 @@ def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
 def sum_into(out: torch.Tensor, domain: Domain, topk_ids: torch.Tensor) -> None:
     """Sum the rows sent back for the tokens of these slots into out [M, H] bf16, with presum one row a rank."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(MAX_SUM_COLUMNS, next_power_of_2(width))
+    group = domain.layout.group
+    block = max(group, min(MAX_SUM_COLUMNS * (2 if group else 1), next_power_of_2(width)))
     rows, topk_ids, grid = domain.layout.returned_rows_in(domain.memory), topk_ids.contiguous(), (M, -(-width // block))
     if domain.layout.presum:
         kernel, arguments = "sum_ranks_kernel", (
@@ -459,5 +476,6 @@ def sum_into(out: torch.Tensor, domain: Domain, topk_ids: torch.Tensor) -> None:
             block, UNTRACED,
         )  # fmt: skip
     else:
-        kernel, arguments = "sum_kernel", (rows, topk_ids, out, domain.state, width, k, block, UNTRACED)
+        form = k, block, group, casts_e4m3(out.device)
+        kernel, arguments = "sum_kernel", (rows, topk_ids, out, domain.state, width, rows.shape[1], *form, UNTRACED)
     launch_kernel(COMBINE_KERNELS, kernel, Launch(grid, arguments, warps_for(block)))

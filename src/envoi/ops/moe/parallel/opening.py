@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from envoi.check import describe, expect_int, expect_tensor
+from envoi.check import describe, expect_divisible, expect_int, expect_tensor
 from envoi.estimates.exchange import BETWEEN_HOSTS, WITHIN_A_HOST, gathering_pays, presum_pays
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.ops.moe.parallel import collectives, nvlink
@@ -31,6 +31,7 @@ from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.placement import check_same
 from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.store import connect, is_on_this_host
+from envoi.quant.formats import SCHEMES
 from envoi.runtime.prepared.replay import check_workspace
 from envoi.runtime.program import ALIGNMENT
 from envoi.types import ExpertWeights, Routing, expect_experts
@@ -70,11 +71,13 @@ class Peer(NamedTuple):
 class Wanted(NamedTuple):
     """Exchange that a caller wants. route: "hosts", "gathered", "counted", or None: the fastest that there is.
 
-    presum: sum a token's rows before they are sent back; None = where that is predicted to be faster.
+    presum: sum a token's rows before they are sent back; None = where that is predicted to be faster. results: the
+    scheme of rows that are sent back over NVLink, None for bf16.
     """
 
     route: str | None
     presum: bool | None
+    results: str | None = None
 
 
 EXCHANGES = {
@@ -83,6 +86,7 @@ EXCHANGES = {
     "gathered": Wanted("gathered", False), "gathered+sums": Wanted("gathered", True),
     "counted": Wanted("counted", False),
 }  # fmt: skip
+RESULTS = {"bf16": None, "fp8_1x128": "fp8_1x128"}  # schemes of rows sent back
 
 
 def wanted_by(exchange: str, hosts: Any, presum: Any, fused: Any) -> tuple[str, list[str]]:
@@ -99,7 +103,7 @@ def wanted_by(exchange: str, hosts: Any, presum: Any, fused: Any) -> tuple[str, 
 
 def check_options(
     experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, exchange: str,
-    num_sms: int | None, hosts: Any, presum: bool | None, fused: bool | None,
+    num_sms: int | None, hosts: Any, presum: bool | None, fused: bool | None, results: str,
 ) -> None:  # fmt: skip
     """Raise ValueError unless the options of `ExpertParallel` have the right types and values."""
     expect_experts(experts)
@@ -119,8 +123,20 @@ def check_options(
     if hosts is not None and exchange not in ("auto", "hosts", "hosts+sums"):
         raise ValueError(f'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange {exchange!r}')
     wanted = wanted_by(exchange, hosts, presum, None)[0]
+    check_results("results", results, experts.hidden, EXCHANGES[wanted].presum)
     if EXCHANGES[wanted].route in ("gathered", "hosts") and None in (max_tokens, num_topk):
         raise ValueError(f"exchange: expected max_tokens and num_topk with {wanted!r}, got None")
+
+
+def check_results(name: str, results: Any, hidden: int, presum: bool | None) -> None:
+    """Raise ValueError unless rows of `hidden` columns can be sent back so. name: of the argument."""
+    if not isinstance(results, str) or results not in RESULTS:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, RESULTS))}, got {results!r}")
+    if RESULTS[results] is None:
+        return
+    if presum:
+        raise ValueError(f"{name}: expected 'bf16' where sums are sent back, got {results!r}")
+    expect_divisible(f"{name} {results!r}: hidden", hidden, SCHEMES[results].group[1], "its groups of columns")
 
 
 def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -303,7 +319,8 @@ def open_exchange(
     elif wanted.route is not None:
         why = f"exchange is {wanted.route!r}"
     else:
-        found, why = open_domain(team, with_presum(layout, intermediate, wanted.presum, team.num_shared), group)
+        given = layout, intermediate, wanted.presum, team.num_shared, wanted.results
+        found, why = open_domain(team, with_presum(*given), group)
     return found or _open_between_all(team, layout, wanted, group), why
 
 
@@ -315,15 +332,17 @@ def layout_of(team: Team, experts: ExpertWeights, max_tokens: int | None, num_to
     return SharedLayout(*sizes, experts.hidden, experts.format)
 
 
-def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None, num_shared: int = 0) -> SharedLayout:
-    """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster.
+def with_presum(
+    layout: SharedLayout, intermediate: int, presum: bool | None, num_shared: int = 0, results: str | None = None
+) -> SharedLayout:
+    """Return the layout of memory over NVLink; presum: None = if it is predicted to be faster, and rows are bf16.
 
-    num_shared: slots of a token whose rows don't travel.
+    num_shared: slots of a token whose rows don't travel. results: the scheme of rows that are sent back, None = bf16.
     """
     if presum is None:
         sizes = layout.hidden, intermediate, layout.num_topk - num_shared, layout.max_tokens
-        presum = presum_pays(*sizes, layout.num_ranks, layout.format)
-    return replace(layout, presum=presum)
+        presum = results is None and presum_pays(*sizes, layout.num_ranks, layout.format)
+    return replace(layout, presum=presum, results=results)
 
 
 def open_domain(team: Team, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[OnDevice | None, str]:
