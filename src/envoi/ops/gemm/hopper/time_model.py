@@ -63,6 +63,7 @@ class Costs:
     rest: float = 24
     again: float = 0.4
     again_by_expert: float = 0.18
+    again_in_turns: float = 0.2
     short_rows: float = 1.05
     stored_rows: float = 0.05
     box: float = 50
@@ -110,7 +111,8 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
             moved += costs.again * (token_tiles - 1) * problem.element_bytes * problem.K * problem.N
     if _are_few_by_expert(problem):
         more = _token_tiles(problem, config) - _busy_groups(problem)
-        moved += costs.again_by_expert * more * problem.element_bytes * problem.K * problem.N
+        again = costs.again_in_turns if config.pingpong else costs.again_by_expert
+        moved += again * more * problem.element_bytes * problem.K * problem.N
         if config.block_k * problem.element_bytes <= 128:
             moved *= costs.short_rows
     return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
