@@ -22,6 +22,7 @@ from pathlib import Path
 from bench import served
 from bench.evidence import BASELINES, SUITES, Measurement, load, slug
 from bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
+from bench.predicted import PREDICTED
 from bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers, ratio
 from envoi.table import number
 
@@ -40,6 +41,7 @@ the suite says otherwise. A ratio is the other's time over Envoi's: above 1 Envo
 fastest of those that do the same work. The error is relative, against float64, with torch's for the same work beside
 it. `python -m bench --docs docs/benchmarks` writes these pages from `bench/results`; `python -m bench SUITE` measures a
 suite on your GPU and prints it, and keeps it only with `--out bench/results`."""
+ABOUT_PREDICTED = """What `envoi estimate` said of a layer when it was measured, without the router, and its time."""
 WITHOUT = "The same without configs that were tuned for these sizes, by the model of time alone (`--untuned`):"
 
 
@@ -84,7 +86,7 @@ def page(suite: str, results: dict[str, list[Measurement]]) -> str:
         parts.append(f"## {gpu.upper()}")
         if measurements:
             parts.append(provenance(measurements))
-            parts += [table(rows(measurements)), *summaries(measurements)]
+            parts += [table(rows(measurements)), *summaries(measurements), *predictions(measurements)]
         if others := untuned.get(gpu):
             mean = by_gpus(others)
             parts += [WITHOUT, provenance(others), table(rows(others)), *[f"- best baseline: {mean}"] * bool(mean)]
@@ -115,6 +117,17 @@ def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
         error = f"{m.error['ours']:.1e} ({m.error['torch']:.1e})"
         found.append([case_name(m), number(m.ours_us), *theirs, of_roof(m.floor_us, m.ours_us), error])
     return found
+
+
+def predictions(measurements: Sequence[Measurement]) -> list[str]:
+    """Return a table of what `envoi estimate` said before a case was measured, and the time; [] without any."""
+    lines = [
+        [case_name(m), number(us), number(m.ours_us), ratio(m.ours_us, us)]
+        for m in measurements
+        if isinstance(us := m.details.get(PREDICTED), float)
+    ]
+    header = ["case", "predicted us", "Envoi us", "of predicted"]
+    return ["### Predicted", ABOUT_PREDICTED, table([header, *lines])] if lines else []
 
 
 def old_versions(measurements: Sequence[Measurement]) -> list[str]:

@@ -100,6 +100,11 @@ MOE_OF_PEERS = (
     *(((7168, 2048, 32, 8), m, "fp8_block128") for m in (16, 64, 512, 2048)),
     *(((4096, 14336, 8, 2), m, "bf16") for m in (16, 256)),
 )
+# With a shared expert: DeepSeek-V3's shard of eight ranks, and one of Qwen3-Next's.
+MOE_SHARED = (
+    *(((7168, 2048, 32, 8), m, "fp8_block128", "shared") for m in (1, 16, 128, 2048)),
+    *(((2048, 512, 64, 10), m, "bf16", "shared gated") for m in (1, 16, 128, 2048)),
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class MoeShape:
 
     transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
     of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. presum: of
-    ExpertParallel.
+    ExpertParallel. shared: "" for none, "shared" for one shared expert of weight 1, of the others' size, or "shared
+    gated" for one whose weight is a sigmoid.
     """
 
     hidden: int
@@ -134,6 +140,7 @@ class MoeShape:
     transport: str = ""
     presum: bool = False
     zipf: float = 0.0
+    shared: str = ""
 
     @property
     def is_even(self) -> bool:
@@ -335,6 +342,7 @@ def _moe_cases() -> list[Case]:
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in (*MOE_DECODE, *MOE_OF_PEERS)]
+    alone += [MoeShape(*sizes, m, name, shared=shared) for sizes, m, name, shared in MOE_SHARED]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
     shapes += [MoeShape(*sizes, m, name, transport="over nccl") for sizes, m, name in MOE_OVER_NCCL]
     for presum in (False, True):
@@ -343,6 +351,8 @@ def _moe_cases() -> list[Case]:
     small.append(MoeShape(256, 128, 8, 2, 64, "bf16", zipf=MOE_ZIPF))
     found = [Case("moe", moe_name(s), s, over_ranks=True, alone=not s.transport) for s in shapes]
     found += [Case("moe", moe_name(s), s) for s in alone]
+    with_shared = [MoeShape(256, 128, 8, 2, 64, name, shared=shared) for _, _, name, shared in MOE_SHARED[::4]]
+    found += [Case("moe", moe_name(s), s, False, True) for s in with_shared]
     return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True, alone=not s.transport) for s in small]
 
 
@@ -352,6 +362,7 @@ def moe_name(s: MoeShape) -> str:
     how += f" zipf={s.zipf:g}" if s.zipf else ""
     how += f" {s.transport}" if s.transport else ""
     how += " sums" if s.presum else ""
+    how += f" {s.shared}" if s.shared else ""
     return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{how}"
 
 

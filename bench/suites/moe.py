@@ -7,7 +7,8 @@ with rows in counted numbers between all ranks alike.
 Routing is uniform and random, but with skew or zipf: then "as_busy" is an even call over ranks of which each has as
 many rows as the busiest one has here. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
-those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
+those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`). With a shared
+expert (`moe_shared.py`) Envoi's call adds its slots itself; "separate" is the MLP as two GEMMs, and a sum.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bench import libraries
+from bench import libraries, machine
+from bench.predicted import PREDICTED, predicted_us
 from bench.roof import kind_of
 from bench.shapes import Case, MoeShape
-from bench.suites import moe_peers
+from bench.suites import moe_peers, moe_shared
 from bench.suites.inputs import num_bytes as num_bytes_of
 from bench.suites.peers import deep_gemm_moe
 from bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
@@ -48,15 +50,35 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 
 def rehearse(case: Case, device: torch.device) -> None:
-    """Make Envoi's call on one rank once."""
-    layer = make_layer(cast(MoeShape, case.shape), device)
-    moe(layer.tokens, layer.routing, layer.packed)
+    """Make Envoi's calls on one rank once."""
+    shape = cast(MoeShape, case.shape)
+    layer = make_layer(shape, device)
+    if not shape.shared:
+        moe(layer.tokens, layer.routing, layer.packed)
+        return
+    shared = moe_shared.draw(shape, device)
+    moe(layer.tokens, layer.routing, moe_shared.join(layer, shared)[0])
+    moe_shared.separate(layer, shared)()
 
 
 def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    def ours() -> torch.Tensor:
-        return moe(layer.tokens, layer.routing, layer.packed)
+    if shape.shared:
+        shared = moe_shared.draw(shape, bench.device)
+        experts, whole = moe_shared.join(layer, shared)
+        own = {"separate": lambda: moe_shared.separate(layer, shared)}
+        return _trial(shape, whole, lambda: moe(layer.tokens, layer.routing, experts), own, bench)
+    own: dict[str, Callable[[], Run]] = {}
+    if shape.format in ("mxfp4", "int4"):  # only there another kernel may run
+        own["batch_invariant"] = lambda: lambda: _invariant(layer)
+    if shape.format in READ_AS_STORED:
+        own["interleaved"] = lambda: _interleaved(layer)
+    return _trial(shape, layer, lambda: moe(layer.tokens, layer.routing, layer.packed), own, bench)
 
+
+def _trial(
+    shape: MoeShape, layer: Layer, ours: Callable[[], torch.Tensor], own: dict[str, Callable[[], Run]], bench: Bench
+) -> Trial:
+    """Measure Envoi's call on one rank beside torch's, the peers' and `own`, its other forms. layer: what they take."""
     fp8 = bench.on_gpu and shape.format.startswith("fp8")
     candidates: dict[str, Callable[[], Run]] = {
         "eager": lambda: lambda: eager_moe(layer),
@@ -64,11 +86,7 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu:
         candidates |= moe_peers.candidates(shape, layer, _oracle)
-    if shape.format in ("mxfp4", "int4"):  # only there another kernel may run
-        candidates["batch_invariant"] = lambda: lambda: _invariant(layer)
-    if shape.format in READ_AS_STORED:
-        candidates["interleaved"] = lambda: _interleaved(layer)
-    timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
+    timing, baselines, missing = time_rounds(bench.clock, ours, candidates | own)
     error = errors(layer, ours(), eager_moe(layer))
     details = libraries.versions(baselines, bench.peer_versions)
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
@@ -110,6 +128,9 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     parallel.check()
     dist.barrier()
     details = libraries.versions(baselines, bench.peer_versions) | how_tokens_travel(shape, parallel)
+    predicted = predicted_us(shape, bench.num_ranks, machine.device_name(bench.device.type))
+    if predicted is not None:
+        details[PREDICTED] = round(predicted, 1)
     for opened in (parallel, *beside):
         opened.close()
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
@@ -171,7 +192,7 @@ def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:
     num_used = int(((used >= layer.first) & (used < last)).sum())
     a_expert = (num_bytes_of(layer.packed.gate_up) + num_bytes_of(layer.packed.down)) / layer.packed.num_local_experts
     num_bytes = num_used * a_expert + 2 * layer.tokens.numel() * layer.tokens.element_size()
-    flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
+    flops = 6.0 * ids.numel() * shape.hidden * shape.intermediate
     return num_bytes, flops, kind_of(shape.format)
 
 

@@ -36,6 +36,25 @@ def test_the_guides_agree_with_the_results():
         assert render(text, RESULTS) == text, REMEDY
 
 
+def test_predictions_stand_beside_the_times(tmp_path):
+    sizes = None, None, None, {"ours": 0.1, "torch": 0.1}, "NVIDIA H200"
+    rows = [
+        Measurement("moe", name, us, {"torch_ep": 400.0}, *sizes, ranks, "2.11", "3.6", "c", "2026-01-02", 4, details)
+        for name, us, ranks, details in (
+            ("a tokens=1", 100.0, 4, {"predicted us": 80.0}), ("a tokens=1", 200.0, 2, {"predicted us": 250.0}),
+            ("b tokens=1", 50.0, 4, {}),
+        )
+    ]  # fmt: skip
+    evidence.append(tmp_path, rows)
+    lines = pages(tmp_path)["moe.md"].splitlines()
+    first = lines.index("### Predicted")
+    assert [line for line in lines[first:] if line.startswith(("| a", "| b"))] == [
+        "| a tokens=1, 4 GPUs | 80.0 | 100 | 1.25x |", "| a tokens=1, 2 GPUs | 250 | 200 | 0.80x |",
+    ]  # fmt: skip
+    evidence.append(tmp_path / "none", [rows[2]])
+    assert "### Predicted" not in pages(tmp_path / "none")["moe.md"]
+
+
 def served(step: str, ours_us: float, theirs_us: float, model: str = "M bf16", **more: float) -> Measurement:
     return Measurement(
         "engine", f"vllm, {model} x4, {step}", ours_us, {"vllm_engine": theirs_us, **more}, None, None, None,

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from bench import runner
+import envoi
+from bench import predicted, runner
 from bench.__main__ import main
 from bench.evidence import SUITES, load, read, to_line
 from bench.libraries import OF_BASELINE
 from bench.roof import Roof
 from bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape
-from bench.suites import cases, measure, model
+from bench.suites import cases, measure, model, moe, moe_shared
 from bench.timing import Clock
 from bench.trial import Bench
+from tests.helpers.accuracy import relative_error
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 
@@ -77,6 +79,17 @@ def test_a_wrong_result_shows_in_the_error(monkeypatch):
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
 
 
+@pytest.mark.parametrize("case", [case for case in CPU_CASES if "shared" in case.name], ids=lambda case: case.name)
+def test_two_gemms_and_a_sum_give_what_a_shared_expert_in_the_launches_gives(case):
+    layer = moe.make_layer(case.shape, CPU)
+    shared = moe_shared.draw(case.shape, CPU)
+    experts, _ = moe_shared.join(layer, shared)
+    got = envoi.moe(layer.tokens, layer.routing, experts)
+    error = MAX_MOE_ERROR[case.shape.format]
+    assert relative_error(moe_shared.separate(layer, shared)(), got) < error
+    assert relative_error(envoi.moe(layer.tokens, layer.routing, layer.packed), got) > 2 * error
+
+
 def test_the_command_appends_and_prints(tmp_path, capsys):
     for _ in range(2):
         assert main(["gemm", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]) == 0
@@ -103,6 +116,21 @@ def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
         for error, baselines, missing, _ in outcome.value:
             assert error < MAX_MOE_ERROR["bf16"]
             assert (baselines, missing) == ({"torch_ep"}, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "num_ranks", "gpu", "us"),
+    [
+        ({}, 4, "NVIDIA H200", 865), ({}, 2, "NVIDIA H200", 988), ({"transport": "by host"}, 4, "NVIDIA H200", 1275),
+        ({"transport": "by host", "presum": True}, 4, "NVIDIA H200", 1041),
+        ({"transport": "over nccl"}, 4, "NVIDIA H200", None), ({"transport": "by host"}, 3, "NVIDIA H200", None),
+        ({"zipf": 1.2}, 4, "NVIDIA H200", None), ({"skew": 8.0}, 4, "NVIDIA H200", None),
+        ({}, 3, "NVIDIA H200", None), ({}, 1, "NVIDIA H200", None), ({}, 4, "NVIDIA H100", None),
+    ],
+)  # fmt: skip
+def test_an_even_layer_over_ranks_is_predicted(more, num_ranks, gpu, us):
+    found = predicted.predicted_us(MoeShape(4096, 2048, 256, 6, 2048, "fp8_block128", **more), num_ranks, gpu)
+    assert found == (None if us is None else pytest.approx(us, rel=0.01))
 
 
 GPU_CASES = {
