@@ -163,7 +163,10 @@ class IndexerShape:
 
 @dataclass(frozen=True)
 class HostShape:
-    """Call of a public operator, whose host time counts: its name in envoi, and its sizes. mode: of the indexer."""
+    """Call of a public operator, whose host time counts: its name in envoi, and its sizes.
+
+    mode: of the indexer; of others "", or `suites.host.FIRST`.
+    """
 
     operator: str
     sizes: GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape

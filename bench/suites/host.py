@@ -5,13 +5,16 @@
     host_loop  wall time of a call in a loop of 100 of them (a few on CPUs), until the device is done. Baseline: a
                replay of the call from a CUDA graph in such a loop.
 
+Of "first calls" each has another number of tokens, as in a server's prefill, so that its launches are planned anew; the
+other calls repeat what was planned.
+
 Calls over ranks begin after a barrier, and the slowest rank counts. Error: that of the operator's own suite.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -42,6 +45,7 @@ from tools.kernel_cases.router import rule_of
 from tools.oracles.indexer_workloads import one
 
 LOOP = {"cuda": 100, "cpu": 3}
+FIRST = "first calls"  # mode of an operator whose every call has a number of tokens of its own
 SHARED, QWEN3_30B = (4096, 2048, 256, 6), (2048, 768, 128, 8)
 OPERATORS = ("gemm", "grouped_gemm", "route", "moe", "ExpertParallel.moe", "indexer_topk")
 FEW, MANY = (1, 64), (64,)
@@ -72,13 +76,14 @@ class Operation:
 
 def cases(suite: str) -> list[Case]:
     """Return the cases of host or host_loop."""
-    found = [Case(suite, _name(shape), shape) for shape in _on_gpu()]
+    on_gpu, on_cpu = ([s for s in shapes if suite == "host" or s.mode != FIRST] for shapes in (_on_gpu(), _on_cpu()))
+    found = [Case(suite, _name(shape), shape) for shape in on_gpu]
     over_ranks = [MoeShape(*SHARED, tokens, "fp8_block128") for tokens in (64, 512)]
     over_ranks += [MoeShape(*SHARED, 64, "fp8_block128", transport=transport) for transport in TRANSPORTS]
     for sizes in over_ranks:
         shape = HostShape("ExpertParallel.moe", sizes)
         found.append(Case(suite, _name(shape), shape, over_ranks=True, alone=False))
-    for shape in _on_cpu():
+    for shape in on_cpu:
         shared = shape.operator == "ExpertParallel.moe"
         found.append(Case(suite, _name(shape), shape, False, True, over_ranks=shared, alone=not shared))
     return found
@@ -98,6 +103,7 @@ def _on_gpu() -> list[HostShape]:
         for format, numbers in MOE_TOKENS.items()
         for tokens in numbers
     ]
+    found += [HostShape("moe", MoeShape(*QWEN3_30B, 4096, format), FIRST) for format in ("bf16", "fp8_block128")]
     workload = IndexerShape((one((4096,) * 32),))
     return found + [HostShape("indexer_topk", workload, mode) for mode in ("fast", "exact")]
 
@@ -108,6 +114,7 @@ def _on_cpu() -> list[HostShape]:
         HostShape("grouped_gemm", GroupedShape((4, 8), 128, 256, "bf16")),
         HostShape("route", RouterShape(16, 128, 256, 8, "qwen3-moe", "bf16")),
         HostShape("moe", MoeShape(256, 128, 8, 2, 16, "bf16")),
+        HostShape("moe", MoeShape(256, 128, 8, 2, 256, "bf16"), FIRST),
         HostShape("ExpertParallel.moe", MoeShape(256, 128, 8, 2, 16, "bf16")),
         HostShape("indexer_topk", IndexerShape((one((100, 200)),)), "fast"),
     ]
@@ -123,7 +130,7 @@ def _name(shape: HostShape) -> str:
     elif isinstance(s, RouterShape):
         sizes = f"{s.m}x{s.n}x{s.k} {s.rule} {s.dtype}"
     elif isinstance(s, MoeShape):
-        sizes = moe_name(s)
+        sizes = moe_name(s) + f" {shape.mode}" * bool(shape.mode)
     else:
         lengths = s.workloads[0].lengths
         sizes = f"{len(lengths)} requests, {sum(lengths)} tokens {shape.mode}"
@@ -274,7 +281,20 @@ def _moe(shape: HostShape, device: torch.device) -> Operation:
     def run() -> torch.Tensor:
         return run_moe(layer.tokens, layer.routing, layer.packed)
 
-    return _of_layer(sizes, layer, run, lambda: eager_moe(layer))
+    found = _of_layer(sizes, layer, run, lambda: eager_moe(layer))
+    return replace(found, run=_first_calls(layer)) if shape.mode == FIRST else found
+
+
+def _first_calls(layer: Layer) -> Run:
+    """Return a function whose every call has another number of tokens, one less each time: a plan of its own."""
+    numbers, routing = iter(range(len(layer.tokens), 0, -1)), layer.routing
+
+    def run() -> torch.Tensor:
+        count = next(numbers)
+        part = replace(routing, topk_weights=routing.topk_weights[:count], topk_ids=routing.topk_ids[:count])
+        return run_moe(layer.tokens[:count], part, layer.packed)
+
+    return run
 
 
 def _of_layer(

@@ -93,6 +93,17 @@ def test_experts_with_as_many_rows_as_a_tile_take_a_wider_one(N, K, experts):
     assert chosen.block_m >= 128 and not chosen.pingpong, chosen.label()
 
 
+# Measured, means of five routings, us: 64 x 256 in turns, shared 128 x 128, shared 128 x 256. 5760x2880 (23, 45 tiles
+# along the features) 166.9, 150.3, 159.4; 7168x2048 (28, 56) 132.1, 132.9, 136.0; 2048x2048 (8, 16) 81.6, 82.1, 84.2.
+@pytest.mark.parametrize(
+    ("N", "K", "experts", "in_turns"), [(5760, 2880, 32, False), (7168, 2048, 32, True), (2048, 2048, 64, True)]
+)
+def test_an_odd_number_of_tiles_along_the_features_costs_where_experts_have_one_or_two(N, K, experts, in_turns):
+    by_tma = lower(expert_l2(False).ir, torch.bfloat16, "gluon", False, True, frozenset())
+    chosen = default_config(Problem(64 * experts, N, K, 1, experts), by_tma, NUM_SMS)
+    assert chosen.pingpong == in_turns, chosen.label()
+
+
 def test_rows_that_fill_their_tiles_by_the_mean_take_wider_ones_than_those_that_never_vary():
     assert expected_tiles(16, 4.0, 1.0, 16) > 1.4
     assert expected_tiles(16, 4.0, 1.0, 32) < 1.01

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from envoi.epilogues.lower import lower
 from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.candidates import default_config
 from envoi.ops.gemm.hopper.config import Config, Problem
+from envoi.ops.gemm.hopper.time_model import predicted_cycles
 
 PROBLEM = Problem(4096, 4096, 4096, 2)
 NUM_SMS = 99  # no config is shipped for it
@@ -60,6 +62,28 @@ def test_what_was_measured_for_these_tokens_is_chosen_and_for_no_others(path):
     tune.keep({tune.key_of(own, CODE, NUM_SMS): CONFIG})
     assert tune.choose(own, CODE, NUM_SMS) == tune.choose(dataclasses.replace(own, M=298), CODE, NUM_SMS) == CONFIG
     assert tune.choose(others, CODE, NUM_SMS) == modelled != CONFIG
+
+
+def test_every_number_of_tokens_of_a_server_asks_the_model_for_few_problems():
+    problems = [Problem(8 * tokens, 1536, 2048, 2, 128) for tokens in range(1, 8193)]
+    rounded = [tune.rounded(problem) for problem in problems]
+    assert len(set(rounded)) < 300
+    for problem, found in zip(problems, rounded, strict=True):
+        most = max(128, problem.M // tune.STEPS) + 128 if problem.M > 128 else 2 * problem.M
+        assert problem.M <= found.M < problem.M + most
+
+
+def test_fewer_problems_cost_next_to_nothing_by_the_model():
+    source, code = random.Random(3), lower(store.ir, torch.bfloat16, "gluon", False, True, frozenset())
+    lost = []
+    for N, K in [(1536, 2048), (2048, 768), (4096, 7168), (7168, 2048), (2880, 2880), (4096, 14336)] * 8:
+        groups, element_bytes = source.choice((8, 32, 48, 128)), source.choice((1, 2))
+        exact = Problem(groups * source.randrange(129, 3000), N, K, element_bytes, groups)
+        configs = [default_config(problem, code, 132) for problem in (exact, tune.rounded(exact))]
+        best, found = (predicted_cycles(exact, config, 132) for config in configs if config is not None)
+        lost.append(found / best)
+    assert 1 <= sum(lost) / len(lost) < 1.002
+    assert max(lost) < 1.05
 
 
 def entry(**changes) -> dict:

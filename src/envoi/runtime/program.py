@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -166,15 +167,21 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operator of torch."""
-        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if func in ALLOCATIONS:
+            found = func(*args, **(kwargs or {}))
+            self.allocated.append(found)
+            return found
+        if _is_composite(func):
             with self:  # `contiguous` and the like: what counts is what they do
                 return func.decompose(*args, **(kwargs or {}))
-        found = func(*args, **(kwargs or {}))
-        if func in ALLOCATIONS:
-            self.allocated.append(found)
-        elif not func.is_view:
+        if not func.is_view:
             self.refusal = self.refusal or f"{func} between the launches"
-        return found
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def plan(

@@ -77,8 +77,12 @@ def _described(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _layout(box, dtype) if swizzled else _unswizzled_layout(8 * dtype.itemsize)
-    nothing = torch.empty(0, dtype=dtype, device="cpu")
-    return TensorDescriptor(nothing, list(shape), list(strides), list(box), layout)
+    return TensorDescriptor(_nothing(dtype), list(shape), list(strides), list(box), layout)
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _checked(x: torch.Tensor, described: Any) -> Any:

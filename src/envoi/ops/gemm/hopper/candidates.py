@@ -1,6 +1,7 @@
 """Configs of the Hopper GEMM that are worth trying for a problem, and the one that the model of time prefers."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from envoi.epilogues.lower import Lowered
 from envoi.ops.gemm.hopper.config import (
@@ -78,8 +79,16 @@ def candidates(problem: Problem, code: Lowered, num_sms: int = H200.num_sms) -> 
         found += two_widths(k)
         found += narrowed_configs(problem.M, k) if code.elementwise else []
         found += narrowed_features(problem.N, k) if code.elementwise and problem.M > FEW_TOKENS else []
-    found = [fitted(problem, in_bands(problem, config, num_sms), code) for config in found]
-    return [config for config in dict.fromkeys(found) if not why_not(problem, config, code)]
+    sizes = replace(problem, M=0)  # what fits doesn't depend on the tokens
+    fitting = (_fitting(sizes, in_bands(problem, config, num_sms), code) for config in found)
+    return [config for config in dict.fromkeys(fitting) if config is not None]
+
+
+@lru_cache(maxsize=4096)
+def _fitting(problem: Problem, config: Config, code: Lowered) -> Config | None:
+    """Return the config with as many stages as fit, None if it can't run this problem with this epilogue."""
+    found = fitted(problem, config, code)
+    return None if why_not(problem, found, code) else found
 
 
 def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:

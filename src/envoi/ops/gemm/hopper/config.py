@@ -154,7 +154,7 @@ class Config(Constant):
     @property
     def num_x_boxes(self) -> int:
         """TMA boxes of x that all stages have room for; with `wide_tail_tiles` each two share memory with a y box."""
-        return cdiv(5 * self.num_stages, 2) * 2 if self.wide_tail_tiles else self.num_stages * self.consumers_per_tile
+        return x_boxes(self, self.num_stages)
 
     @property
     def y_boxes_per_stage(self) -> int:
@@ -183,6 +183,11 @@ class Config(Constant):
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
         parts += [f"swizzle{self.swizzle_rows}"] * (self.swizzle_rows != 8)
         return " ".join(parts + [name for name in _FLAGS if getattr(self, name)])
+
+
+def x_boxes(config: Config, num_stages: int) -> int:
+    """Return the TMA boxes of x that so many stages have room for; see `Config.num_x_boxes`."""
+    return cdiv(5 * num_stages, 2) * 2 if config.wide_tail_tiles else num_stages * config.consumers_per_tile
 
 
 def num_boxes(rows: int, main: int, small: int) -> int:
@@ -360,9 +365,16 @@ def accumulator_registers(config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     """Return the bytes of shared memory: the stages, the buffers of TMA outputs and of TMA operands, a reserve."""
-    x_rows = config.num_x_boxes * config.rows_per_consumer
-    y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.stage_y  # wide: within x's
-    stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
+    return int(_bytes_of_stages(problem, config, config.num_stages) + _bytes_beside(problem, config, code))
+
+
+def _bytes_of_stages(problem: Problem, config: Config, num_stages: int) -> int:
+    x_rows = x_boxes(config, num_stages) * config.rows_per_consumer
+    y_rows = 0 if config.wide_tail_tiles else num_stages * config.stage_y  # wide: within x's
+    return (x_rows + y_rows) * config.block_k * problem.element_bytes
+
+
+def _bytes_beside(problem: Problem, config: Config, code: Lowered) -> float:
     rows = config.rows_per_consumer * config.num_consumers
     columns = config.epilogue_columns if config.stored_in_boxes else min(config.epilogue_columns, config.block_y)
     buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
@@ -372,7 +384,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
         buffers += config.num_consumers * next_power_of_2(config.block_y) * code.columns_ahead * 4
     if code.partials:
         buffers += PARTIAL_BYTES
-    return int(stages + buffers) + RESERVED_BYTES
+    return buffers + RESERVED_BYTES
 
 
 def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
@@ -387,10 +399,16 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     sums = code.partials and not code.maxima_together
     overlap = not (problem.num_groups or sums or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap, columns_ahead=False)
-    config = replace(config, num_store_buffers=min(config.num_store_buffers, config.num_chunks))
-    while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
-        config = replace(config, num_stages=config.num_stages - 1)
+    if config.num_store_buffers > config.num_chunks:
+        config = replace(config, num_store_buffers=config.num_chunks)
+    stages, left = config.num_stages, SHARED_BYTES - _bytes_beside(problem, config, code)
+    while stages > MIN_STAGES and _bytes_of_stages(problem, config, stages) > left:
+        stages -= 1
+    if stages < config.num_stages:
+        config = replace(config, num_stages=stages)
     would_spill = config.num_warps == 8 and code.tma_operands
     would_spill = would_spill and (config.split_k > 1 or (problem.num_groups and code.partials))
-    ahead = replace(config, columns_ahead=code.columns_ahead > 0 and not (config.swap_ab or would_spill))
+    if code.columns_ahead <= 0 or config.swap_ab or would_spill:
+        return config
+    ahead = replace(config, columns_ahead=True)
     return config if shared_bytes(problem, ahead, code) > SHARED_BYTES else ahead

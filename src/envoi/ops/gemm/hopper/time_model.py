@@ -29,17 +29,18 @@ class Costs:
     second of two widths, at least: it reads the tokens from shared memory once more. again: reading weights once more,
     for another tile of few tokens, costs this share of reading them from memory, unless NEIGHBOURS read them together,
     in 16 bits. again_by_expert: likewise where experts have few tokens and most of them one tile: multiprocessors drift
-    apart, and the second reads memory, too. short_rows: factor of the bytes there where a stage has 128 bytes of a row
-    of weights. stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features:
-    their rows leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8,
-    narrowed_operand: factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each
-    chunk, if `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its
-    columns, each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every
-    consumer has for each of its accumulator's values of a thread; those kept are still in the instruction cache.
-    own_row, shared_bytes: loads of a token's row count as so many where an expert has many, and how much one
-    multiprocessor loads per cycle there: neighbours load the same weights, which the L2 sends once for all of them.
-    l2_sends: bytes that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS ask for at once counted
-    once.
+    apart, and the second reads memory, too. again_odd: likewise with an odd number of tiles along the features: behind
+    an expert with one tile of tokens the two of another don't lie on a pair of multiprocessors. short_rows: factor of
+    the bytes there where a stage has 128 bytes of a row of weights. stored_rows: added to `element` where few tokens
+    are the M side of a tile of more than 64 features: their rows leave from registers. box: to start a TMA load; counts
+    where a stage has many. narrowed_fp8, narrowed_operand: factors of an element's epilogue and of its operand in FP8,
+    whose factors are loaded by each chunk, if `narrowed`. scaled_column: to add up one of those blocks, for each token
+    of a tile whose tokens are its columns, each with a factor. kept_values, value_code: to fetch the code of an
+    epilogue with an operand, which every consumer has for each of its accumulator's values of a thread; those kept are
+    still in the instruction cache. own_row, shared_bytes: loads of a token's row count as so many where an expert has
+    many, and how much one multiprocessor loads per cycle there: neighbours load the same weights, which the L2 sends
+    once for all of them. l2_sends: bytes that the L2 sends per cycle to all multiprocessors together, what NEIGHBOURS
+    ask for at once counted once.
     """
 
     launch: float = H200.launch_cycles
@@ -63,6 +64,7 @@ class Costs:
     rest: float = 24
     again: float = 0.4
     again_by_expert: float = 0.18
+    again_odd: float = 0.34
     short_rows: float = 1.05
     stored_rows: float = 0.05
     box: float = 50
@@ -110,7 +112,8 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
             moved += costs.again * (token_tiles - 1) * problem.element_bytes * problem.K * problem.N
     if _are_few_by_expert(problem):
         more = _token_tiles(problem, config) - _busy_groups(problem)
-        moved += costs.again_by_expert * more * problem.element_bytes * problem.K * problem.N
+        again = costs.again_odd if cdiv(problem.N, config.block_n) % 2 else costs.again_by_expert
+        moved += again * more * problem.element_bytes * problem.K * problem.N
         if config.block_k * problem.element_bytes <= 128:
             moved *= costs.short_rows
     return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
