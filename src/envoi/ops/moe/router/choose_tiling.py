@@ -161,7 +161,8 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
 def apart_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
     """Yield tilings that only multiply, for rows whose experts are chosen by a launch of its own: 64 rows or 128.
 
-    Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts.
+    Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts. With the
+    last tiles cut along K where they can be, and without.
     """
     if M < APART_ROWS or spec.num_experts < APART_EXPERTS:
         return
@@ -171,6 +172,9 @@ def apart_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[
             block_n = 1 << (width.bit_length() - 1)
             cut = Cut(tile // 16, block_n, num_blocks, tile, tile=tile, rest_n=width - block_n, apart=True)
             yield make(M, hidden, spec, cut, num_sms)
+            cuts = make(M, hidden, spec, replace(cut, cuts=True), num_sms)
+            if rest_of(M, hidden, cuts, num_sms).parts > 1:
+                yield cuts
 
 
 # Model of the GPU time that a tiling takes
@@ -190,12 +194,14 @@ class Costs:
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
 
-    l2_alone: `l2_bytes` at most, where few multiprocessors load; not for few rows or experts, where it chose worse.
+    l2_alone: `l2_bytes` at most, where few multiprocessors load; settled: factor of the choice where near ties are settled
+    with the whole pass. Neither for few rows or experts: l2_alone chose worse there.
 
     Of products and choice in two launches. apart_start: of the first. between: from a tile of a CTA to its next, whose
     loads have begun before. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of
-    all rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice that
-    the last of many rounds hides.
+    all rows of a multiprocessor, for each logit in each round, and each group but one. hidden: part of the choice of
+    earlier rounds that the others hide. idle_hidden: the same of the time of multiprocessors that the last round leaves
+    idle.
     """
 
     start: float = 1500.0
@@ -207,16 +213,18 @@ class Costs:
     element: float = 0.12
     idle: float = 200.0
     group: float = 400.0
+    settled: float = 0.76
     l2_bytes: float = 65.0
     sum_bytes: float = 20.0
     wide: float = 1.2
-    apart_start: float = 1240.0
-    between: float = 1000.0
+    apart_start: float = 2250.0
+    between: float = 2380.0
     l2_alone: float = 90.0
     choice_start: float = 4750.0
     logit: float = 0.0245
     row_group: float = 30.0
-    hidden: float = 0.35
+    hidden: float = 0.59
+    idle_hidden: float = 0.45
 
 
 COSTS = Costs()
@@ -237,7 +245,8 @@ def predicted_cycles(
         return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    if M >= APART_ROWS and spec.num_experts >= APART_EXPERTS:
+    is_many = M >= APART_ROWS and spec.num_experts >= APART_EXPERTS
+    if is_many:
         loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
     else:
         loads = _load_cycles(hidden, spec, tiling, costs)
@@ -249,7 +258,10 @@ def predicted_cycles(
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (costs.signal if tiling.polls_sums else costs.meet) + 4 * floats / costs.sum_bytes
-    return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + _choice_cycles(spec, tiling, costs))
+    choice = _choice_cycles(spec, tiling, costs)
+    if is_many and tiling.settles:
+        choice *= costs.settled
+    return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + choice)
 
 
 def _loading(costs: Costs, ctas: int, waves: int, num_sms: int) -> Costs:
@@ -327,5 +339,8 @@ def _apart_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
     rounds = spec.k + 12 + SCORE_ROUNDS.get(spec.rule.score, 0) * spec.by_score
     choice = M / num_sms * (choice_of(spec, rest.sets > 1).width * rounds * costs.logit + groups * costs.row_group)
-    hidden_part = costs.hidden * (1 - 1 / waves) if "maxnreg" in tiling.options else 0.0
-    return products + costs.choice_start + choice * (1 - hidden_part)
+    behind = choice * (1 - 1 / waves)  # of earlier rounds
+    hidden_part = costs.hidden * behind if "maxnreg" in tiling.options else 0.0
+    idle = both * rest.steps / tiling.steps_each * (waves - ctas / num_sms)  # of multiprocessors in the last round
+    hidden_part = min(behind, hidden_part + costs.idle_hidden * idle)
+    return products + costs.choice_start + choice - hidden_part

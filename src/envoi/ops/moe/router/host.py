@@ -239,7 +239,8 @@ def _launches_of(
     options = tiling.options
     if tiling.apart:
         choice, nothing = choice_of(spec, rest.sets > 1), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
-        cut, plain = (rest.first, rest.parts, rest.steps), Spec(spec.num_experts, 1, Rule(), gluon=True)
+        cut = (rest.first, rest.parts, rest.steps) if rest.sets > 1 else (None, None, None)
+        plain = Spec(spec.num_experts, 1, Rule(), gluon=True)
         products = *operands, M, hidden, *nothing, sums, met, *cut, tiling, plain
         num_parts = rest.first + (grid[0] - rest.first) * rest.parts
         if not tiling.single_fill:  # a CTA takes one tile after the other
