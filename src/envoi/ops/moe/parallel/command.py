@@ -18,6 +18,7 @@ from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S, with_presum
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.router.warm_up import call_of_model
 from envoi.ops.moe.support import with_small_factors
 from envoi.ops.moe.warm_up import ROUTED, LayerCall
 from envoi.quant.formats import format_named
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
             args.hidden, args.intermediate, args.experts // args.ranks, args.format, args.activation, args.bias
         )
         calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum)
+        if args.router is not None:
+            calls.append(call_of_model("--router", args.router, args.experts, args.topk, args.hidden))
     start, jobs = time.monotonic(), args.jobs or num_cpus()
     sites = compile_calls(calls, target, range(1, args.max_tokens + 1), jobs, True, for_launch=target == here)
     counts = Counter(site.name for site in sites)
