@@ -19,9 +19,11 @@ TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widt
 FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
 OTHER_REGISTERS, PRODUCER_REGISTERS = 40, 40  # of a thread besides sums; of the producer
 MOST_REGISTERS = 136  # of a thread that multiplies, if a CTA that chooses has to have room beside it
-# Registers of a thread that only chooses, as few as don't spill, so that more warps choose at a time: of plain logits,
-# of more slots or sigmoids of up to 16 logits a lane, of other scores or more outputs, of more logits a lane.
-PLAIN_REGISTERS, SIGMOID_REGISTERS, CHOICE_REGISTERS, MANY_CHOICE_REGISTERS = 64, 80, 104, 128
+CHOICE_REGISTERS, MANY_CHOICE_REGISTERS = 104, 128  # of a thread that chooses; for up to 512 columns, for more
+# As few as don't spill, so that more warps choose at a time, for many rows; a row alone takes longer so. Of logits, or of
+# sigmoids of up to 12 a lane; of sigmoids of 16 a lane, or of more slots.
+FEW_REGISTERS, SIGMOID_REGISTERS = 64, 80
+MANY_ROWS = 64  # of each multiprocessor
 CHOICE_BYTES = 4096  # of shared memory for two such CTAs
 CHOICE_WARPS = 4  # of a CTA that only chooses
 MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
@@ -231,7 +233,9 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    beside = CHOICE_BYTES if cut.apart and spared_registers(num_warps, tile, width, cut.one_sum) <= MOST_REGISTERS else 0
+    beside = (
+        CHOICE_BYTES if cut.apart and spared_registers(num_warps, tile, width, cut.one_sum) <= MOST_REGISTERS else 0
+    )
     others = RESERVED_BYTES + beside + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = 1 if cut.apart else -(-2 * tile // block_k)
@@ -318,21 +322,25 @@ class ChoiceTiling(Constant):
         return self.width < self.columns
 
 
-def choice_of(spec: Spec, adds_sets: bool) -> ChoiceTiling:
-    """Return the ChoiceTiling of a launch that only multiplies: a row for each warp, or several of few columns."""
+def choice_of(spec: Spec, adds_sets: bool, rows_each: float = 0.0) -> ChoiceTiling:
+    """Return the ChoiceTiling of a launch that only multiplies: a row for each warp, or several of few columns.
+
+    rows_each: rows of the launch for each multiprocessor.
+    """
     columns = spec.columns
     lanes = 32 if columns >= 512 else max(4, spec.slots, columns // 16)
     rows = max(MAX_ELEMENTS // columns, 32 // lanes) * CHOICE_WARPS
     tiling = ChoiceTiling(CHOICE_WARPS, rows, lanes, columns, spec.num_experts, adds_sets, 0)
-    return replace(tiling, registers=choice_registers(spec, tiling.width // lanes))
+    return replace(tiling, registers=choice_registers(spec, tiling.width // lanes, rows_each))
 
 
-def choice_registers(spec: Spec, logits: int) -> int:
+def choice_registers(spec: Spec, logits: int, rows_each: float) -> int:
     """Return the registers of a thread that only chooses, each lane among so many logits of a row."""
-    if logits > 16:
+    if spec.columns > 512:
         return MANY_CHOICE_REGISTERS
     other_score = spec.by_score and spec.rule.score != "sigmoid"
-    if other_score or spec.whole_softmax or spec.want_logits or spec.want_dense:
+    more_values = spec.whole_softmax or spec.want_logits or spec.want_dense or spec.rule.num_groups > 1
+    if rows_each < MANY_ROWS or other_score or more_values:
         return CHOICE_REGISTERS
     is_plain = spec.slots <= 16 and (logits <= 12 or not spec.by_score)
-    return PLAIN_REGISTERS if is_plain else SIGMOID_REGISTERS
+    return FEW_REGISTERS if is_plain else SIGMOID_REGISTERS
