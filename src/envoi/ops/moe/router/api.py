@@ -35,7 +35,8 @@ def route(
     rule: Rule | str = DEFAULT_RULE, logit_bias: torch.Tensor | None = None, expert_bias: torch.Tensor | None = None,
     token_ids: torch.Tensor | None = None, hash_table: torch.Tensor | None = None, return_logits: bool = False,
     return_dense: bool = False, return_counts: bool = False, weights_dtype: torch.dtype = torch.float32,
-    batch_invariant: bool = True, out: Routing | None = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
+    batch_invariant: bool = True, out: Routing | None = None, workspace: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> Routing:  # fmt: skip
     """Choose k experts for each token: GEMM, score, selection and weights in one operator.
 
@@ -61,7 +62,8 @@ def route(
         summed in another order (they err by 1e-5 of their size at most, not 1e-6), so that the last bits of weights,
         and experts whose logits are that near, may depend on the number of tokens.
 
-    Selection is exact for the fp32 logits, and the smaller id wins a tie. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
+    Selection is exact for the fp32 logits, and the smaller id wins a tie. Logits that are NaN or infinite never win;
+    slots without an expert get id -1 and weight 0.
     On a GPU it is one kernel. On Hopper bf16 or fp16 tokens with a gate of the same dtype have a kernel of their own,
     many tokens of many experts two, which overlap; float32, mixed dtypes and other GPUs run on a Triton kernel, rules
     of more than 32 groups and CPUs on the torch reference.

@@ -207,8 +207,8 @@ class Costs:
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
 
-    l2_alone: `l2_bytes` at most, where few multiprocessors load; settled: factor of the choice where near ties are settled
-    with the whole pass. Neither for few rows or experts: l2_alone chose worse there.
+    l2_alone: `l2_bytes` at most, where few multiprocessors load. settled: factor of the choice, but for groups, where
+    near ties are settled with the whole pass. Neither for few rows or experts: l2_alone chose worse there.
 
     Of products and choice in two launches. apart_start: of the first. between: from a tile of a CTA to its next, whose
     loads have begun before. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of

@@ -274,7 +274,7 @@ def multiply_blocks(stages, step, part, sums, problem):
 
 @gluon.jit
 def multiply_at_once(stages, step, part, sums, problem):
-    """Return the products of this CTA, of whatever part of K, in one sum, and the next step; store all but the first."""
+    """Return the products of this CTA, all in one sum, and the next step; store those of parts of K but the first."""
     products, step = multiply(stages, step, part.last - part.first)
     if problem.rest.first is not None:
         if part.first > 0:
