@@ -156,7 +156,8 @@ def launch_of(case: Case) -> Launch:
     call = partial(
         envoi.route, given.tokens, given.gate, case.k, rule=rule, expert_bias=given.expert_bias,
         token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted,
-        return_dense=wanted, return_counts=wanted, weights_dtype=DTYPES[case.weights], batch_invariant=case.batch_invariant,
+        return_dense=wanted, return_counts=wanted, weights_dtype=DTYPES[case.weights],
+        batch_invariant=case.batch_invariant,
     )  # fmt: skip
     with mock.patch.object(tiling_blackwell, "IS_USED", case.kernel == "sm100"):
         return launch_of_call(call, case.kernel_name, arch=arch)
