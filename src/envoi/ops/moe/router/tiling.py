@@ -20,8 +20,8 @@ FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads
 OTHER_REGISTERS, PRODUCER_REGISTERS = 40, 40  # of a thread besides sums; of the producer
 MOST_REGISTERS = 136  # of a thread that multiplies, if a CTA that chooses has to have room beside it
 CHOICE_REGISTERS, MANY_CHOICE_REGISTERS = 104, 128  # of a thread that chooses; for up to 512 columns, for more
-# For many rows as few as don't spill, so that more warps choose at a time; a row alone takes longer. Of plain logits, or
-# of sigmoids of up to 12 a lane; of sigmoids of 16 a lane, or of more slots.
+# For many rows as few as don't spill, so that more warps choose at a time; a row alone takes longer. Of plain logits,
+# or of sigmoids of up to 12 a lane; of sigmoids of 16 a lane, or of more slots.
 FEW_REGISTERS, SIGMOID_REGISTERS = 64, 80
 MANY_ROWS = 64  # of each multiprocessor
 CHOICE_BYTES = 4096  # of shared memory for two such CTAs
