@@ -205,6 +205,8 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", metavar="NAME", default="bf16", help=f"of {FORMATS}; default: %(default)s")
     add("--activation", metavar="NAME", default="swiglu", help="as for envoi.experts.pack; default: %(default)s")
     add("--bias", action="store_true", help="experts have biases")
+    about = "also compile envoi.route by this model's rule, such as deepseek-v3, in bf16; default: no router"
+    add("--router", metavar="MODEL", help=about)
     add("--ranks", metavar="N", type=int, default=1, help="GPUs that share the experts over NVLink; default: 1")
     about = "as for ExpertParallel, with --ranks; default: where faster"
     add("--presum", action=argparse.BooleanOptionalAction, help=about)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,27 +12,12 @@ from envoi.ops.moe import moe
 from envoi.ops.moe.op import IDS, WEIGHTS
 from envoi.ops.moe.router import route
 from envoi.ops.moe.router.api import check_arguments
+from envoi.ops.moe.router.warm_up import RouterCall
 from envoi.ops.moe.warm_up import ROUTED, LayerCall, check_jobs, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
 from envoi.runtime.planned_kernels import Call, compile_calls, load_at
-from envoi.runtime.program import without_memory
 from envoi.types import ExpertWeights, expect_experts
-
-
-@dataclass(frozen=True)
-class RouterCall:
-    """Call of `envoi.route` for a number of tokens. options: its named arguments but tokens, without memory."""
-
-    options: Mapping[str, Any]
-    dtype: torch.dtype = torch.bfloat16
-
-    def __call__(self, num_tokens: int) -> None:
-        """Make the call."""
-        given = dict(self.options)
-        if given.get("hash_table") is not None:
-            given["token_ids"] = without_memory((num_tokens,), given["token_ids"].dtype)
-        route(without_memory((num_tokens, given["gate"].shape[1]), self.dtype), **given)
 
 
 def check_router(router: Any, experts: ExpertWeights) -> None:

@@ -28,11 +28,11 @@ from envoi.ops.moe.parallel.rail import Grid, HostsLayout, open_rail
 from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
+from envoi.ops.moe.router.warm_up import RouterCall, call_of_model
 from envoi.runtime import devices, launch, planned_kernels, workers
-from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.devices import EVERY_ARCH, Target, standing_for
 from envoi.runtime.planned_kernels import find, launches_of
 from envoi.types import Routing
-from envoi.warming import RouterCall
 from tests.helpers.compiling_driver import compile_like_a_launch
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
@@ -372,6 +372,25 @@ def test_the_command(found, capsys):
     assert names.count("gemm_kernel") >= 2 and names.count("sort_kernel") >= 2  # for ids in int32 and in int64
 
 
+@pytest.mark.parametrize("arch", EVERY_ARCH)
+@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b"])
+def test_the_command_compiles_a_models_router(arch, model, found):
+    sizes = "--hidden 320 --intermediate 128 --experts 128 --topk 4 --max-tokens 40"
+    assert cli.main(["warm-up", *sizes.split(), "--arch", arch]) == 0
+    without = {site.name for site in found}
+    found.clear()
+    assert cli.main(["warm-up", *sizes.split(), "--arch", arch, "--router", model]) == 0
+    assert {site.name for site in found} - without == {"router_kernel"}
+
+
+def test_the_commands_router_is_the_models(launched):
+    known = compiled([call_of_model("--router", "deepseek-v3", 256, 8, 512)], 40)
+    launched.clear()
+    gate, bias = torch.zeros(256, 512).bfloat16(), torch.zeros(256)
+    route(torch.zeros(33, 512).bfloat16(), gate, 8, rule="deepseek-v3", expert_bias=bias)
+    assert launched and keys(launched) <= known
+
+
 @pytest.mark.parametrize(
     ("flags", "kernels"),
     [
@@ -399,6 +418,8 @@ def test_the_command_takes_the_path_of_an_object(flags, kernels, found):
         (["--arch", "sm_90", "--format", "int3"], "--format: expected"),
         (["--arch", "sm_90", "--activation", "tanh"], "activation: expected"),
         (["--arch", "sm_90", "--sms", "0"], "--sms: expected an int of at least 1, got 0"),
+        (["--arch", "sm_90", "--router", "qwen9"], "--router: expected one of 'mixtral'"),
+        (["--arch", "sm_90", "--router", "deepseek-v3"], "--router: gate.shape[0]: expected a multiple of 8"),
         (["--sms", "78"], "--sms: expected it only beside --arch; the GPU here has its own"),
     ],
 )

@@ -33,6 +33,7 @@ class Case:
 
     rule: a model's name, "softmax" or "identity". kernel: "sm90", "sm100" or "triton". hashed: experts are looked up.
     everything: return all extra outputs. weights: dtype of the weights. kernel_name: which of the call's launches.
+    batch_invariant: as in `envoi.route`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     everything: bool = False
     weights: str = "fp32"
     kernel_name: str = "router_kernel"
+    batch_invariant: bool = True
 
     @property
     def title(self) -> str:
@@ -56,6 +58,7 @@ class Case:
     def __str__(self) -> str:
         rest = ", looked up" * self.hashed + ", all outputs" * self.everything
         rest += f", {self.weights} weights" * (self.weights != "fp32")
+        rest += ", not batch-invariant" * (not self.batch_invariant)
         return f"top {self.k} of {self.N} experts by {self.rule}, [{self.M}, {self.hidden}] in {self.dtype}{rest}"
 
 
@@ -71,6 +74,10 @@ CASES = (
     Case("choice", 2048, 512, 4096, 10, "softmax", kernel_name="choice_kernel"),
     Case("choice-most", 8192, 896, 7168, 16, "kimi-k3", kernel_name="choice_kernel"),
     Case("choice-sets", 11501, 160, 5120, 6, "deepseek-v2", kernel_name="choice_kernel"),
+    Case("choice-many-rows", 13856, 512, 2048, 10, "qwen3-next", kernel_name="choice_kernel"),
+    Case("choice-sigmoids", 9000, 512, 4096, 22, "nemotron-super-v3", kernel_name="choice_kernel"),
+    Case("choice-few-sigmoids", 12000, 288, 4096, 8, "glm-5.3-flash", kernel_name="choice_kernel"),
+    Case("one-sum", 12360, 256, 7168, 8, "deepseek-v3", batch_invariant=False),
     Case("choice-groups", 1794, 160, 5120, 6, "deepseek-v2", everything=True, kernel_name="choice_kernel"),
     Case("choice-hashed", 2400, 256, 4096, 6, "deepseek-v4-flash", hashed=True, kernel_name="choice_kernel"),
     Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
@@ -129,7 +136,7 @@ def call_of(case: Case, make: Make = without_memory) -> host.Call:
     spec = host.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
     return host.Call(
         given.tokens, given.gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, given.token_ids,
-        given.hash_table, DTYPES[case.weights],
+        given.hash_table, DTYPES[case.weights], case.batch_invariant,
     )  # fmt: skip
 
 
@@ -150,6 +157,7 @@ def launch_of(case: Case) -> Launch:
         envoi.route, given.tokens, given.gate, case.k, rule=rule, expert_bias=given.expert_bias,
         token_ids=given.token_ids, hash_table=given.hash_table, return_logits=wanted,
         return_dense=wanted, return_counts=wanted, weights_dtype=DTYPES[case.weights],
+        batch_invariant=case.batch_invariant,
     )  # fmt: skip
     with mock.patch.object(tiling_blackwell, "IS_USED", case.kernel == "sm100"):
         return launch_of_call(call, case.kernel_name, arch=arch)

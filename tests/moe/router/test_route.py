@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from envoi.ops.moe.router import Rule, route
+import envoi
+from envoi.ops.moe.router import Rule, host, route
+from envoi.ops.moe.router.api import _given
 from envoi.ops.moe.router.reference import select
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits
 
@@ -59,6 +61,28 @@ def test_operator_is_well_formed():
     ):
         arguments = ("sigmoid", 4, 2, "top2_sum", True, 2.5, None, torch.randn(32), None, None, *extras)
         torch.library.opcheck(torch.ops.envoi.route.default, (tokens, gate, 4, 1.0, *arguments))
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_the_promise_of_bits_reaches_the_kernels(batch_invariant, monkeypatch):
+    calls = []
+    monkeypatch.setattr(host, "supported", lambda *_: True)
+    monkeypatch.setattr(host, "run_router", lambda call: calls.append(call) or [call.tokens[:, :4], call.tokens[:, :4]])
+    tokens, gate = make()
+    for call in (route, envoi.ops.moe.router.replay):
+        chosen = 4 if call is route else torch.zeros(40, 4, dtype=torch.int32)
+        call(tokens, gate, chosen, batch_invariant=batch_invariant)
+        assert calls.pop().batch_invariant is batch_invariant
+    assert _given(tokens, gate, 4, batch_invariant=batch_invariant)[0] != _given(tokens, gate, 4, batch_invariant=1)[0]
+
+
+def test_the_promise_of_bits_is_given_by_default_and_changes_nothing_on_a_cpu():
+    tokens, gate = make()
+    want, got = route(tokens, gate, 4), route(tokens, gate, 4, batch_invariant=False)
+    assert_same_bits(got.topk_weights, want.topk_weights)
+    assert_same_bits(got.topk_ids, want.topk_ids)
+    with pytest.raises(ValueError, match="batch_invariant: expected True or False, got int 1"):
+        route(tokens, gate, 4, batch_invariant=1)
 
 
 TOKENS, GATE = make()

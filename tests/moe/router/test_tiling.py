@@ -124,6 +124,20 @@ def test_tiles_that_only_multiply_fit(m, n, hidden, rule):
             assert left >= 32 * choice.num_warps * choice.options["maxnreg"]
 
 
+@pytest.mark.parametrize(("n", "k", "rule", "registers"), [
+    (512, 10, "qwen3-next", 64), (160, 8, "qwen3-coder-480b", 64), (384, 8, "kimi-k2", 64),
+    (288, 8, "glm-5.3-flash", 64), (512, 22, "nemotron-super-v3", 80), (256, 8, "glm-5", 80),
+    (256, 6, "deepseek-v4-flash", 104), (160, 6, "deepseek-v2", 104), (256, 8, "deepseek-v3", 104),
+    (896, 16, "kimi-k3", 128),
+])  # fmt: skip
+def test_a_choice_of_many_rows_has_few_registers(n, k, rule, registers):
+    """Check that as many warps choose at a time as can; outputs of all experts need more registers."""
+    spec = replace(call_of(2000, n, 4096, rule).spec, k=k)
+    assert choice_of(spec, True, 64.0).options["maxnreg"] == registers
+    assert choice_of(spec, True, 63.9).options["maxnreg"] == max(registers, 104)
+    assert choice_of(replace(spec, want_dense=True), False, 64.0).options["maxnreg"] >= 104
+
+
 def test_few_rows_and_few_experts_are_one_launch():
     for m, n in ((1023, 512), (4000, 128)):
         shares = choose_shares(m, 2048, spec_of(m, n, 2048, "qwen3-next"), NUM_SMS)
@@ -154,6 +168,8 @@ def test_a_cta_multiplies_one_tile_after_the_other(m, n, hidden, num_sms):
             assert len(work) <= -(-num_tiles // num_sms) * num_sms, "one round more"
         if not tiling.single_fill:
             assert min(map(len, work.values())) > tiling.num_stages, "a tile is counted after a round of stages"
+        cut = dict(zip(NAMES, products[2], strict=True))["rest_parts"]
+        assert cut == (rest.parts if tiling.cuts else None), "code for parts along K that there are none of"
         given = dict(zip(choice_kernel.arg_names, choice[2], strict=True))
         assert given["rest_row"] == min(rest.first // tiling.parts * tiling.rows_per_cta, m)
         assert len(given["sums"]) == (m + (rest.sets - 1) * (m - given["rest_row"])) * tiling.columns
@@ -214,3 +230,31 @@ def test_hashed_rows_are_divided_like_tokens():
     call = cases.call_of(Case("", 8600, 128, 4096, 8, "deepseek-v3", hashed=True))
     found = host.hopper_launches(call, host.empty_outputs(call), NUM_SMS)
     assert [len(given[9]) for _, _, given, _ in found] == [given[2] for _, _, given, _ in found]
+
+
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_sums_in_any_order_are_chosen_only_if_they_may_be(m, n, hidden, rule):
+    spec = spec_of(m, n, hidden, rule)
+    kept, free = (choose_shares(m, hidden, spec, NUM_SMS, promised) for promised in (True, False))
+    assert not any(share.tiling.one_sum for share in kept)
+    assert free == kept or (len(free) == 1 and free[0].tiling.one_sum and free[0].tiling.apart)
+
+
+def test_the_call_says_whether_a_sum_is_in_any_order():
+    call = call_of(12360, 256, 7168, "deepseek-v3")
+    for promised in (True, False):
+        found = host.hopper_launches(replace(call, batch_invariant=promised), host.empty_outputs(call), NUM_SMS)
+        assert any(given[-2].one_sum for *_, given, _ in found[:1]) != promised
+
+
+@pytest.mark.parametrize("num_sms", [132, 78])
+@pytest.mark.parametrize(
+    ("m", "n", "hidden"), [(4661, 512, 2048), (1385, 256, 6144), (12360, 256, 7168), (1100, 160, 6200)]
+)
+def test_parts_of_a_sum_in_any_order_have_a_set_each(m, n, hidden, num_sms):
+    for tiling in apart_candidates(m, hidden, spec_of(m, n, hidden, "qwen3-next"), num_sms, one_sum=True):
+        rest, steps = rest_of(m, hidden, tiling, num_sms), -(-hidden // tiling.block_k)
+        assert rest.sets == rest.parts and (rest.parts - 1) * rest.steps < steps <= rest.parts * rest.steps
+        assert rest.parts == 1 or min(rest.steps, steps - (rest.parts - 1) * rest.steps) > tiling.num_stages
+        most = tiling.options.get("maxnreg", 255)
+        assert most >= tiling.block_n // 2 + 26, "the assembler refuses"

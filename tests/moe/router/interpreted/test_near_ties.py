@@ -37,7 +37,7 @@ def choose_kernel(x, args, ids, exact, certain, live, R: tl.constexpr, spec: tl.
 
 def choose(x, k, rule, bias, live=ROWS):
     """Return the chosen ids [R, k], those by exact keys, and which rows are certain."""
-    spec = spec_of(N, k, rule, None, bias, False, (False,) * 3)
+    spec = spec_of(x.shape[1], k, rule, None, bias, False, (False,) * 3)
     ids, exact = (torch.full((ROWS, k), -7, dtype=torch.int32) for _ in range(2))
     certain = torch.full((ROWS,), -7, dtype=torch.int32)
     args = Args(Scalars(1.0, 1.0, k), Tables(None, bias, None, None, 0), None)
@@ -45,9 +45,9 @@ def choose(x, k, rule, bias, live=ROWS):
     return ids, exact, certain.bool()
 
 
-def spread():
+def spread(n=N):
     """Make rows of logits far apart, in any order."""
-    order = torch.stack([torch.randperm(N, generator=torch.Generator().manual_seed(i)) for i in range(ROWS)])
+    order = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)) for i in range(ROWS)])
     return order.float() / 16 - 2.0
 
 
@@ -81,6 +81,52 @@ def test_near_ties_are_settled(rule, k, biased):
         assert_same_bits(ids, exact)
         if rule.score != "softmax" or not biased:  # the bits of a sum of exponentials aren't the reference's
             assert_same_bits(ids, select(x, k, rule, bias)[1].int())
+
+
+GROUPED = [x for x in RULES if "groups" in x]
+
+
+@pytest.mark.parametrize("rule", GROUPED)
+@pytest.mark.parametrize(("n", "biased"), [(48, False), (64, True)])  # groups of 12, and of a power of two
+@pytest.mark.parametrize("k", [5, "all"])
+def test_near_ties_within_the_best_groups_are_settled(rule, n, k, biased):
+    rule, bias = replace(RULES[rule], routed_scale=1.0), torch.zeros(n) if biased else None
+    competing = n // rule.num_groups * rule.num_topk_groups
+    k = competing if k == "all" else k
+    for place in {0, k // 2, k - 1} - {competing - 1}:
+        x = spread(n)
+        best = select(x, competing, rule, bias)[1].long()[:, place : place + 2]
+        near = x.gather(1, best[:, :1])
+        x.scatter_(1, best[:, 1:], torch.nextafter(near, torch.full_like(near, torch.inf)))
+        x[1, best[1, 1]] = near[1]  # a tie: the smaller id
+        ids, exact, certain = choose(x, k, rule, bias)
+        if k < competing:  # else the next expert is one that doesn't compete, as near as any other of these
+            assert bool(certain.all())
+        assert_same_bits(ids[certain], exact[certain])
+        if rule.score != "softmax":  # the bits of a sum of exponentials aren't the reference's
+            assert_same_bits(exact, select(x, k, rule, bias)[1].int())
+
+
+@pytest.mark.parametrize("rule", GROUPED)
+@pytest.mark.parametrize("n", [48, 64])
+def test_near_ties_between_groups_are_left_to_exact_keys(rule, n):
+    """Make the last group that is kept and the first that isn't equal but for one or two units of one logit."""
+    rule = replace(RULES[rule], routed_scale=1.0)
+    size, kept = n // rule.num_groups, rule.num_topk_groups
+    x = spread(n)
+    by_group = x.view(ROWS, rule.num_groups, size)
+    order = by_group.topk(1 if rule.group_score == "max" else 2, 2).values.sum(2).argsort(1, descending=True)
+    for row in range(ROWS):
+        last, next = order[row, kept - 1], order[row, kept]
+        by_group[row, next] = by_group[row, last].flip(0)
+        if row % 3:
+            top = by_group[row, next].argmax()
+            by_group[row, next, top] = torch.nextafter(by_group[row, next, top], torch.tensor((-1.0) ** row * 99))
+    ids, exact, certain = choose(x, 6, rule, None)
+    assert certain[0] == (rule.score != "sigmoid")  # other keys are exact at first
+    assert_same_bits(ids[certain], exact[certain])
+    if rule.score != "softmax":
+        assert_same_bits(exact, select(x, 6, rule, None)[1].int())
 
 
 def test_a_third_expert_near_the_last_is_left_to_exact_keys():

@@ -18,6 +18,7 @@ from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S, RESULTS, check_results, with_presum
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.router.warm_up import call_of_model
 from envoi.ops.moe.support import with_small_factors
 from envoi.ops.moe.warm_up import ROUTED, LayerCall
 from envoi.quant.formats import format_named
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         )
         sizes = args.experts, args.topk, args.max_tokens, args.ranks
         calls = calls_of(experts, *sizes, args.presum, RESULTS[args.results])
+        if args.router is not None:
+            calls.append(call_of_model("--router", args.router, args.experts, args.topk, args.hidden))
     start, jobs = time.monotonic(), args.jobs or num_cpus()
     sites = compile_calls(calls, target, range(1, args.max_tokens + 1), jobs, True, for_launch=target == here)
     counts = Counter(site.name for site in sites)

@@ -21,9 +21,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def _given(
     tokens, gate, k, alpha=None, *, rule=DEFAULT_RULE, logit_bias=None, expert_bias=None, token_ids=None,
     hash_table=None, return_logits=False, return_dense=False, return_counts=False, weights_dtype=torch.float32,
+    batch_invariant=True,
 ):  # fmt: skip
     scale = exactly(rule.routed_scale) if type(rule) is Rule else None
     constants = exactly(k), exactly(alpha), rule, scale, return_logits, return_dense, return_counts, weights_dtype
+    constants += (exactly(batch_invariant),)
     return constants, (tokens, gate, logit_bias, expert_bias, token_ids, hash_table)
 
 
@@ -33,7 +35,8 @@ def route(
     rule: Rule | str = DEFAULT_RULE, logit_bias: torch.Tensor | None = None, expert_bias: torch.Tensor | None = None,
     token_ids: torch.Tensor | None = None, hash_table: torch.Tensor | None = None, return_logits: bool = False,
     return_dense: bool = False, return_counts: bool = False, weights_dtype: torch.dtype = torch.float32,
-    out: Routing | None = None, workspace: torch.Tensor | None = None, num_sms: int | None = None,
+    batch_invariant: bool = True, out: Routing | None = None, workspace: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> Routing:  # fmt: skip
     """Choose k experts for each token: GEMM, score, selection and weights in one operator.
 
@@ -54,9 +57,13 @@ def route(
         and `expert_offsets`).
     weights_dtype: float32, bf16 or fp16, of the fields topk_weights and dense; each weight is rounded once, to nearest.
         An fp16 weight beyond 65504, which only unscaled logits or a large routed_scale give, is infinite.
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. False is faster on
+        Hopper with thousands of tokens of 129 experts or more, see the table in docs/routers.md: logits may then be
+        summed in another order (they err by 1e-5 of their size at most, not 1e-6), so that the last bits of weights,
+        and experts whose logits are that near, may depend on the number of tokens.
 
-    Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
-    batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
+    Selection is exact for the fp32 logits, and the smaller id wins a tie. Logits that are NaN or infinite never win;
+    slots without an expert get id -1 and weight 0.
     On a GPU it is one kernel. On Hopper bf16 or fp16 tokens with a gate of the same dtype have a kernel of their own,
     many tokens of many experts two, which overlap; float32, mixed dtypes and other GPUs run on a Triton kernel, rules
     of more than 32 groups and CPUs on the torch reference.
@@ -69,12 +76,12 @@ def route(
     tokens, token_ids = _rows(tokens, token_ids)
     chosen, alpha = check_arguments(
         tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
-        return_counts, weights_dtype,
+        return_counts, weights_dtype, batch_invariant,
     )  # fmt: skip
     outputs = _route(
         tokens, gate, k, alpha, chosen.score, chosen.num_groups, chosen.num_topk_groups,
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
-        hash_table, return_logits, return_dense, return_counts, weights_dtype,
+        hash_table, return_logits, return_dense, return_counts, weights_dtype, batch_invariant,
     )  # fmt: skip
     wanted = ("logits",) * return_logits + ("dense",) * return_dense
     wanted += ("num_tokens_per_expert", "expert_offsets") * return_counts
@@ -118,7 +125,7 @@ def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
 
 def check_arguments(
     tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
-    return_counts, weights_dtype=torch.float32,
+    return_counts, weights_dtype=torch.float32, batch_invariant=True,
 ) -> tuple[Rule, float]:  # fmt: skip
     """Return rule and alpha, those of a model's name too; raise ValueError unless all are as `route` takes them."""
     usual = 1.0
@@ -129,6 +136,7 @@ def check_arguments(
     expect_bool("return_logits", return_logits)
     expect_bool("return_dense", return_dense)
     expect_bool("return_counts", return_counts)
+    expect_bool("batch_invariant", batch_invariant)
     if weights_dtype not in FLOATS:
         raise ValueError(f"weights_dtype: expected torch.bfloat16, float16 or float32, got {weights_dtype!r}")
     return rule, usual if alpha is None else float(expect_float32("alpha", alpha))
@@ -165,7 +173,7 @@ def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, ha
 
 def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, group_score, renormalize, routed_scale,
                 logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense, return_counts,
-                weights_dtype):  # fmt: skip
+                weights_dtype, batch_invariant=True):  # fmt: skip
     num_tokens, num_experts = tokens.shape[0], gate.shape[0]
     outputs = [
         tokens.new_empty(num_tokens, k, dtype=weights_dtype),
@@ -190,6 +198,7 @@ def _route(
     group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
     expert_bias: torch.Tensor | None, token_ids: torch.Tensor | None, hash_table: torch.Tensor | None,
     return_logits: bool, return_dense: bool, return_counts: bool, weights_dtype: torch.dtype,
+    batch_invariant: bool = True,
 ) -> list[torch.Tensor]:  # fmt: skip
     rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
     num_experts = gate.shape[0]
@@ -197,7 +206,9 @@ def _route(
         wanted = return_logits, return_dense, return_counts
         spec = host.spec_of(num_experts, k, rule, logit_bias, expert_bias, token_ids is not None, wanted)
         tables = logit_bias, expert_bias, token_ids, hash_table
-        return host.run_router(host.Call(tokens, gate, spec, alpha, routed_scale, *tables, weights_dtype))
+        return host.run_router(
+            host.Call(tokens, gate, spec, alpha, routed_scale, *tables, weights_dtype, batch_invariant)
+        )
     logits = reference.router_logits(tokens, gate, alpha, logit_bias)
     if token_ids is None or hash_table is None:
         weights, ids = reference.select(logits, k, rule, expert_bias)

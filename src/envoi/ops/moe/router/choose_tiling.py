@@ -35,6 +35,7 @@ TURN_COLUMNS = 256  # columns of a turn, whose logits of 64 rows shared memory h
 CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed again
 CACHED_SUMS_BYTES = 20e6  # the same of tokens and sums of parts along K together: sums are written first
 APART_WIDTHS = (96, 128, 144, 160, 192)  # columns of tiles that only multiply: a power of two, or the sum of two
+ONE_SUM_WIDTH = 256  # one more, for which registers have room without the total of blocks
 APART_ROWS, APART_EXPERTS = 1024, 129  # least rows and experts for them; fewer weren't measured
 WORTH_APART = 0.97  # of the cycles of other launches, which they have to stay below
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
@@ -50,10 +51,18 @@ class Share:
 
 
 @cache
-def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Share, ...]:
-    """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all."""
+def choose_shares(
+    M: int, hidden: int, spec: Spec, num_sms: int, batch_invariant: bool = True
+) -> tuple[Share, ...]:  # fmt: skip
+    """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all.
+
+    batch_invariant: none that sums all of K at once.
+    """
     cycles, shares = _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)
-    for tiling in apart_candidates(M, hidden, spec, num_sms):
+    found = list(apart_candidates(M, hidden, spec, num_sms))
+    if not batch_invariant:
+        found += apart_candidates(M, hidden, spec, num_sms, one_sum=True)
+    for tiling in found:
         of_two = predicted_cycles(M, hidden, spec, tiling, num_sms) / WORTH_APART
         if of_two < cycles:
             cycles, shares = of_two, (Share(M, tiling),)
@@ -158,19 +167,27 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
                     yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
 
 
-def apart_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+def apart_candidates(
+    M: int, hidden: int, spec: Spec, num_sms: int, one_sum: bool = False
+) -> Iterator[RouterTiling]:  # fmt: skip
     """Yield tilings that only multiply, for rows whose experts are chosen by a launch of its own: 64 rows or 128.
 
-    Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts.
+    Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts. With the
+    last tiles cut along K where they can be, and without. one_sum: such as sum all of K at once, of up to 256 columns.
     """
     if M < APART_ROWS or spec.num_experts < APART_EXPERTS:
         return
     num_blocks = -(-hidden // block_sum(hidden))
+    widths = (*APART_WIDTHS, ONE_SUM_WIDTH) if one_sum else APART_WIDTHS
     for tile in (TILE, 2 * TILE):
-        for width in {-(-spec.num_experts // width): width for width in reversed(APART_WIDTHS)}.values():
+        for width in {-(-spec.num_experts // width): width for width in reversed(widths)}.values():
             block_n = 1 << (width.bit_length() - 1)
-            cut = Cut(tile // 16, block_n, num_blocks, tile, tile=tile, rest_n=width - block_n, apart=True)
+            more = {"tile": tile, "rest_n": width - block_n, "apart": True, "one_sum": one_sum}
+            cut = Cut(tile // 16, block_n, num_blocks, tile, **more)
             yield make(M, hidden, spec, cut, num_sms)
+            cuts = make(M, hidden, spec, replace(cut, cuts=True), num_sms)
+            if rest_of(M, hidden, cuts, num_sms).parts > 1:
+                yield cuts
 
 
 # Model of the GPU time that a tiling takes
@@ -190,7 +207,8 @@ class Costs:
     GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
     per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
 
-    l2_alone: `l2_bytes` at most, where few multiprocessors load; not for few rows or experts, where it chose worse.
+    l2_alone: `l2_bytes` at most, where few multiprocessors load. settled: factor of the choice, but for groups, where
+    near ties are settled with the whole pass. Neither for few rows or experts: l2_alone chose worse there.
 
     Of products and choice in two launches. apart_start: of the first. between: from a tile of a CTA to its next, whose
     loads have begun before. choice_start: from the last sum to the first choice, and the last one. logit, row_group: of
@@ -207,6 +225,7 @@ class Costs:
     element: float = 0.12
     idle: float = 200.0
     group: float = 400.0
+    settled: float = 0.76
     l2_bytes: float = 65.0
     sum_bytes: float = 20.0
     wide: float = 1.2
@@ -237,7 +256,8 @@ def predicted_cycles(
         return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    if M >= APART_ROWS and spec.num_experts >= APART_EXPERTS:
+    is_many = M >= APART_ROWS and spec.num_experts >= APART_EXPERTS
+    if is_many:
         loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
     else:
         loads = _load_cycles(hidden, spec, tiling, costs)
@@ -249,7 +269,8 @@ def predicted_cycles(
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (costs.signal if tiling.polls_sums else costs.meet) + 4 * floats / costs.sum_bytes
-    return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + _choice_cycles(spec, tiling, costs))
+    choice = _choice_cycles(spec, tiling, costs, costs.settled if is_many and tiling.settles else 1.0)
+    return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + choice)
 
 
 def _loading(costs: Costs, ctas: int, waves: int, num_sms: int) -> Costs:
@@ -289,15 +310,15 @@ def _product_cycles(hidden: int, tiling: RouterTiling, costs: Costs) -> float:
     return cycles
 
 
-def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs) -> float:
-    """Return the cycles in which a CTA chooses the experts of its rows."""
+def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs, factor: float) -> float:
+    """Return the cycles in which a CTA chooses the experts of its rows; of all but groups, times a factor."""
     passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
     chosen_from = tiling.width if tiling.in_runs else spec.columns
     elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
     idle = max(0, tiling.num_warps - tiling.rows_per_pass)
     rounds = spec.k + 12 + 3 * max(0, spec.k - 10)  # of more experts, more rows are uncertain: up to 1.35 times as long
-    each = costs.choose + groups * costs.group + elements * rounds * costs.element
+    each = groups * costs.group + factor * (costs.choose + elements * rounds * costs.element)
     return passes * each + idle * costs.idle
 
 

@@ -23,7 +23,7 @@ MAX_GROUPS = 32
 class Call:
     """Inputs of a launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M], hash_table [vocabulary, k].
 
-    weights_dtype: dtype of the outputs weights and dense.
+    weights_dtype: dtype of the outputs weights and dense. batch_invariant: a row's bits don't depend on other rows.
     """
 
     tokens: torch.Tensor
@@ -36,6 +36,7 @@ class Call:
     token_ids: torch.Tensor | None
     hash_table: torch.Tensor | None
     weights_dtype: torch.dtype = torch.float32
+    batch_invariant: bool = True
 
 
 def spec_of(
@@ -175,7 +176,7 @@ def hopper_launches(
     """
     spec, device = replace(call.spec, gluon=True), call.tokens.device
     M, hidden = call.tokens.shape
-    shares = choose_shares(M, hidden, spec, num_sms) if tiling is None else (Share(M, tiling),)
+    shares = choose_shares(M, hidden, spec, num_sms, call.batch_invariant) if tiling is None else (Share(M, tiling),)
     call = replace(call, spec=spec, tokens=tma_ready(call.tokens), gate=tma_ready(call.gate))
     num_met = max(_num_met(share) for share in shares)
     num_counted = spec.num_experts + 1 if spec.want_counts else 0
@@ -238,8 +239,9 @@ def _launches_of(
     grid = (row_blocks * tiling.parts,)
     options = tiling.options
     if tiling.apart:
-        choice, nothing = choice_of(spec, rest.sets > 1), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
-        cut, plain = (rest.first, rest.parts, rest.steps), Spec(spec.num_experts, 1, Rule(), gluon=True)
+        choice, nothing = choice_of(spec, rest.sets > 1, M / num_sms), (1.0, 1.0, 1, *(None,) * 4, 0, *(None,) * 8)
+        cut = (rest.first, rest.parts, rest.steps) if rest.sets > 1 else (None, None, None)
+        plain = Spec(spec.num_experts, 1, Rule(), gluon=True)
         products = *operands, M, hidden, *nothing, sums, met, *cut, tiling, plain
         num_parts = rest.first + (grid[0] - rest.first) * rest.parts
         if not tiling.single_fill:  # a CTA takes one tile after the other

@@ -186,9 +186,9 @@ def padded_rows(problem):
     """Return the number of rows in a set of partial sums."""
     tiling: gl.constexpr = problem.tiling
     # The number of tokens is a Python number if it is 1.
-    if tiling.apart:  # of sets but the first: rows of tiles that are cut along K
+    if problem.rest.first is not None:  # of sets but the first: rows of tiles that are cut along K
         return gl.to_tensor(problem.num_tokens - problem.rest.first // tiling.parts * tiling.rows_per_cta)
-    elif tiling.polls_sums:
+    elif tiling.polls_sums or tiling.apart:
         return gl.to_tensor(problem.num_tokens)
     else:
         return gl.to_tensor(gl.cdiv(problem.num_tokens, tiling.tile) * tiling.tile)
@@ -256,11 +256,13 @@ def multiply_blocks(stages, step, part, sums, problem):
     The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
     """
     tiling: gl.constexpr = problem.tiling
+    if tiling.one_sum:
+        return multiply_at_once(stages, step, part, sums, problem)
     num_steps: gl.constexpr = tiling.steps_in_block
     totals = zeros(tiling)
     for k in range(part.first, part.last, num_steps):
         products, step = multiply(stages, step, gl.minimum(num_steps, part.last - k))
-        if tiling.apart:
+        if problem.rest.first is not None:
             if part.first > 0:
                 store_partials(products, sums, (k - problem.rest.steps) // num_steps + 1, part, problem)
         elif tiling.parts_k > 1:
@@ -268,6 +270,16 @@ def multiply_blocks(stages, step, part, sums, problem):
                 store_partials(products, sums, (k - tiling.steps_each) // num_steps + 1, part, problem)
         totals = added(totals, products)
     return totals, step
+
+
+@gluon.jit
+def multiply_at_once(stages, step, part, sums, problem):
+    """Return the products of this CTA, all in one sum, and the next step; store those of parts of K but the first."""
+    products, step = multiply(stages, step, part.last - part.first)
+    if problem.rest.first is not None:
+        if part.first > 0:
+            store_partials(products, sums, part.first // problem.rest.steps, part, problem)
+    return products, step
 
 
 @gluon.jit
@@ -424,7 +436,7 @@ def router_kernel(
 ):  # fmt: skip
     """Set up the stages, then start the consumer, and the producer if stages are filled more than once.
 
-    rest_*: the Rest of a launch that only multiplies, else None.
+    rest_*: the Rest of a launch that only multiplies, None where no tile is cut.
     """
     stages = Stages.create(x_desc, y_desc, tiling)
     fence_async_shared()

@@ -27,7 +27,7 @@ class Part:
 
 @aggregate
 class Rest:
-    """Last tiles of a launch that only multiplies, cut along K; None for other launches."""
+    """Last tiles of a launch that only multiplies, cut along K; None where no tile is."""
 
     first: Scalar  # number of the first of them
     parts: Scalar  # CTAs of each
@@ -48,13 +48,19 @@ class Problem:
     def num_parts(self):
         """Return the number of tiles that are only multiplied, a part of one that is cut along K counting as one."""
         tiles = gl.cdiv(self.num_tokens, self.tiling.rows_per_cta) * self.tiling.parts
-        return self.rest.first + (tiles - self.rest.first) * self.rest.parts
+        if self.rest.first is None:
+            return tiles
+        else:
+            return self.rest.first + (tiles - self.rest.first) * self.rest.parts
 
     @gluon.jit
     def tile_of(self, number):
         """Return the tile of a number among `num_parts`, and its part along K."""
-        of_rest = gl.maximum(number - self.rest.first, 0)
-        return gl.minimum(number, self.rest.first) + of_rest // self.rest.parts, of_rest % self.rest.parts
+        if self.rest.first is None:
+            return number, 0
+        else:
+            of_rest = gl.maximum(number - self.rest.first, 0)
+            return gl.minimum(number, self.rest.first) + of_rest // self.rest.parts, of_rest % self.rest.parts
 
     @gluon.jit
     def part(self):
@@ -66,7 +72,7 @@ class Problem:
         """Return a Part by its number among those of all rows."""
         tiling: gl.constexpr = self.tiling
         num_steps = gl.cdiv(self.hidden, tiling.block_k)
-        if tiling.apart:
+        if self.rest.first is not None:
             is_rest = number >= self.rest.first
             number, along_k = self.tile_of(number)
             part = number % tiling.parts

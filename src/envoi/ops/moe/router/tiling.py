@@ -1,6 +1,6 @@
 """Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envoi.constant import Constant
@@ -19,10 +19,15 @@ TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widt
 FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
 OTHER_REGISTERS, PRODUCER_REGISTERS = 40, 40  # of a thread besides sums; of the producer
 MOST_REGISTERS = 136  # of a thread that multiplies, if a CTA that chooses has to have room beside it
-CHOICE_REGISTERS, MANY_CHOICE_REGISTERS = 104, 128  # of a thread; for up to 512 columns, for more
+CHOICE_REGISTERS, MANY_CHOICE_REGISTERS = 104, 128  # of a thread that chooses; for up to 512 columns, for more
+# For many rows as few as don't spill, so that more warps choose at a time; a row alone takes longer. Of plain logits,
+# or of sigmoids of up to 12 a lane; of sigmoids of 16 a lane, or of more slots.
+FEW_REGISTERS, SIGMOID_REGISTERS = 64, 80
+MANY_ROWS = 64  # of each multiprocessor
 CHOICE_BYTES = 4096  # of shared memory for two such CTAs
 CHOICE_WARPS = 4  # of a CTA that only chooses
 MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
+MOST_PARTS = 8  # along K of a tile of a launch that only multiplies
 MAX_WIDTH = 384  # columns of which eight warps have room for a block's sums and the total
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
@@ -40,7 +45,8 @@ class RouterTiling(Constant):
     lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
     columns; if more than one, it has all columns and all of K. rest_n: columns after block_n, which have an accumulator
     of their own; only one turn then. box_n: rows of the gate that are loaded at a time. apart: only multiplies, and
-    stores all sums in the workspace; experts are chosen by a second launch (`ChoiceTiling`).
+    stores all sums in the workspace; experts are chosen by a second launch (`ChoiceTiling`). cuts: such tiles of a last
+    round that isn't full are cut along K (`Rest`). one_sum: such a launch sums all of K at once, not in blocks.
     """
 
     num_warps: int
@@ -65,6 +71,8 @@ class RouterTiling(Constant):
     rest_n: int = 0
     box_n: int = 0
     apart: bool = False
+    cuts: bool = False
+    one_sum: bool = False
 
     @property
     def box_m(self) -> int:
@@ -115,7 +123,7 @@ class RouterTiling(Constant):
     @property
     def options(self) -> dict[str, Any]:
         """Options of the launch."""
-        most = spared_registers(self.num_warps, self.tile, self.width)
+        most = spared_registers(self.num_warps, self.tile, self.width, self.one_sum)
         leaves_room = self.apart and not self.single_fill and most <= MOST_REGISTERS
         return {"num_warps": self.num_warps, "launch_pdl": True} | ({"maxnreg": most} if leaves_room else {})
 
@@ -140,10 +148,14 @@ class RouterTiling(Constant):
         return not (self.reroutes_eights and self.num_warps == 8)
 
 
-def spared_registers(num_warps: int, tile: int, width: int) -> int:
-    """Return the registers of a thread, on average over all roles, that a CTA needs which only multiplies."""
-    sums = 2 * tile * width // (32 * num_warps)
-    return -(-((sums + OTHER_REGISTERS) * num_warps + PRODUCER_REGISTERS * 4) // (num_warps + 4) // 8) * 8
+def spared_registers(num_warps: int, tile: int, width: int, one_sum: bool = False) -> int:
+    """Return the registers of a thread, on average over all roles, that a CTA needs which only multiplies.
+
+    The assembler takes no less than the accumulator of an instruction and 26 more, whatever the average.
+    """
+    sums = (1 if one_sum else 2) * tile * width // (32 * num_warps)
+    average = -(-((sums + OTHER_REGISTERS) * num_warps + PRODUCER_REGISTERS * 4) // (num_warps + 4) // 8) * 8
+    return max(average, (1 << (width.bit_length() - 1)) // 2 + 32)
 
 
 def lanes_of(rows_a_warp: int, spec: Spec) -> int:
@@ -172,7 +184,8 @@ class Cut:
     """Free choices of a RouterTiling. blocks_each: blocks along K of a CTA. rows: most rows of a CTA.
 
     most_signals: most partial sums that are polled, where few rows are routed at a time; where many are, FEW_SIGNALS.
-    apart: experts are chosen by a launch of its own.
+    apart: experts are chosen by a launch of its own. cuts: last tiles of such a launch may be cut along K.
+    one_sum: it sums all of K at once.
     """
 
     num_warps: int
@@ -184,6 +197,8 @@ class Cut:
     rest_n: int = 0
     most_signals: int = MAX_SIGNALS
     apart: bool = False
+    cuts: bool = False
+    one_sum: bool = False
 
 
 def box_of(num_experts: int, block_n: int, rest_n: int) -> int:
@@ -218,7 +233,9 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    beside = CHOICE_BYTES if cut.apart and spared_registers(num_warps, tile, width) <= MOST_REGISTERS else 0
+    beside = (
+        CHOICE_BYTES if cut.apart and spared_registers(num_warps, tile, width, cut.one_sum) <= MOST_REGISTERS else 0
+    )
     others = RESERVED_BYTES + beside + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = 1 if cut.apart else -(-2 * tile // block_k)
@@ -230,7 +247,7 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
-        box_of(spec.num_experts, block_n, cut.rest_n), cut.apart,
+        box_of(spec.num_experts, block_n, cut.rest_n), cut.apart, cut.cuts, cut.one_sum,
     )  # fmt: skip
 
 
@@ -253,17 +270,18 @@ def rest_of(M: int, hidden: int, tiling: RouterTiling, num_sms: int) -> Rest:
 
     A CTA has more steps than stages, since a tile is counted as stored when the next one has filled them all.
     """
-    block = tiling.steps_in_block
-    blocks = tiling.steps_each // block
+    block = 1 if tiling.one_sum else tiling.steps_in_block
+    num_steps = -(-hidden // tiling.block_k)
+    blocks = -(-num_steps // block)
     num_tiles = -(-M // tiling.rows_per_cta) * tiling.parts
     first = num_tiles // num_sms * num_sms // tiling.parts * tiling.parts
-    if not tiling.single_fill and first < num_tiles:
+    if tiling.cuts and not tiling.single_fill and first < num_tiles:
         most = (num_tiles // num_sms * num_sms - first + num_sms) // (num_tiles - first)  # CTAs that a tile has
-        for each in range(-(-blocks // max(most, 1)), blocks):
+        for each in range(-(-blocks // min(max(most, 1), MOST_PARTS)), blocks):
             parts = -(-blocks // each)
-            of_last = -(-hidden // tiling.block_k) - (parts - 1) * each * block
+            of_last = num_steps - (parts - 1) * each * block
             if min(each * block, of_last) > tiling.num_stages:
-                return Rest(first, parts, each * block, blocks - each + 1)
+                return Rest(first, parts, each * block, parts if tiling.one_sum else blocks - each + 1)
     return Rest(num_tiles, 1, tiling.steps_each, 1)
 
 
@@ -272,7 +290,7 @@ class ChoiceTiling(Constant):
     """Division of the rows of a choice that is a launch of its own.
 
     A CTA chooses for rows_per_pass rows, whose sums are in the workspace. num_warps, lanes: of the CTA, and of each
-    row. num_experts: columns that exist. adds_sets: some rows have several sets of sums.
+    row. num_experts: columns that exist. adds_sets: some rows have several sets of sums. registers: most of a thread.
     """
 
     num_warps: int
@@ -281,12 +299,12 @@ class ChoiceTiling(Constant):
     columns: int
     num_experts: int
     adds_sets: bool
+    registers: int
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of the launch."""
-        most = CHOICE_REGISTERS if self.columns <= 512 else MANY_CHOICE_REGISTERS
-        return {"num_warps": self.num_warps, "launch_pdl": True, "maxnreg": most}
+        return {"num_warps": self.num_warps, "launch_pdl": True, "maxnreg": self.registers}
 
     @property
     def run(self) -> int:
@@ -304,9 +322,25 @@ class ChoiceTiling(Constant):
         return self.width < self.columns
 
 
-def choice_of(spec: Spec, adds_sets: bool) -> ChoiceTiling:
-    """Return the ChoiceTiling of a launch that only multiplies: a row for each warp, or several of few columns."""
+def choice_of(spec: Spec, adds_sets: bool, rows_each: float = 0.0) -> ChoiceTiling:
+    """Return the ChoiceTiling of a launch that only multiplies: a row for each warp, or several of few columns.
+
+    rows_each: rows of the launch for each multiprocessor.
+    """
     columns = spec.columns
     lanes = 32 if columns >= 512 else max(4, spec.slots, columns // 16)
     rows = max(MAX_ELEMENTS // columns, 32 // lanes) * CHOICE_WARPS
-    return ChoiceTiling(CHOICE_WARPS, rows, lanes, columns, spec.num_experts, adds_sets)
+    tiling = ChoiceTiling(CHOICE_WARPS, rows, lanes, columns, spec.num_experts, adds_sets, 0)
+    return replace(tiling, registers=choice_registers(spec, tiling.width // lanes, rows_each))
+
+
+def choice_registers(spec: Spec, logits: int, rows_each: float) -> int:
+    """Return the registers of a thread that only chooses, each lane among so many logits of a row."""
+    if spec.columns > 512:
+        return MANY_CHOICE_REGISTERS
+    other_score = spec.by_score and spec.rule.score != "sigmoid"
+    more_values = spec.whole_softmax or spec.want_logits or spec.want_dense or spec.rule.num_groups > 1
+    if rows_each < MANY_ROWS or other_score or more_values:
+        return CHOICE_REGISTERS
+    is_plain = spec.slots <= 16 and (logits <= 12 or not spec.by_score)
+    return FEW_REGISTERS if is_plain else SIGMOID_REGISTERS
