@@ -176,9 +176,16 @@ def in_bands(problem: Problem, config: Config, num_sms: int) -> Config:
     def cycles(config: Config) -> int:
         return round(sent_cycles(problem, config, tensor, num_sms))
 
-    high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
+    high, low = _with_bands(config)
     low = low[-1:] if y_bytes > L2_KEEPS else sorted(low, key=rows)
     return min([*sorted(high, key=rows), *low], key=cycles)
+
+
+@lru_cache(maxsize=4096)  # a copy takes longer than all that is asked of it
+def _with_bands(config: Config) -> tuple[list[Config], list[Config]]:
+    """Return a config with each of the high bands, and with each of the low ones."""
+    high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
+    return high, low
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
