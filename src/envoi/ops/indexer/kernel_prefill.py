@@ -217,36 +217,45 @@ def multiply(page, queries, zero):
 
 @gluon.jit
 def consumer(stages, queries, lengths, args, HEADS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """Score every tile of this program: a role of four warps. Its second page is multiplied while the first adds up."""
+    """Score every tile of this program: a role of four warps.
+
+    A page is multiplied while the one before is added up. No page follows the last of a block's tiles here: the tile's
+    first is multiplied once more, for nothing, and its stage handed back afterwards.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 32]
     )
     zero = gl.full((PAGE, COLUMNS), 0.0, gl.float32, layout)
-    weight = gl.full((COLUMNS,), 0.0, gl.float32, gl.SliceLayout(0, layout))
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_scales = reinterpret(stages.scales, gl.float32, [STAGES, TILE], in_line)
     page_scales = reinterpret(stages.scales, gl.float32, [2 * STAGES, PAGE], in_line)
     number, n, token, count = first_tile(lengths)
-    loaded = number - 1
-    block = Block(number, number, n, n, n)
-    for i in range(count):
-        stage = i % STAGES
-        if number != loaded:
-            block = block_of(number, n, lengths)
-            weight = load_block(args, queries, lengths, block.row, layout, HEADS)
-            loaded = number
-        mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
-        even = multiply(stages.pages.index(2 * stage), queries, zero)
-        odd = multiply(stages.pages.index(2 * stage + 1), queries, zero)
-        negative = gl.max((tile_scales.index(stage).load(in_each_warp) < 0.0).to(gl.int32), 0) > 0
-        even = warpgroup_mma_wait(1, deps=(even,))
-        s = score(even, page_scales.index(2 * stage), weight, negative, lengths.share)
-        keep_scores(args, s, block, token, lengths, GROUPS)
-        odd = warpgroup_mma_wait(0, deps=(odd,))
-        s = score(odd, page_scales.index(2 * stage + 1), weight, negative, lengths.share)
-        mbarrier.arrive(stages.empty.index(stage), count=1)
-        keep_scores(args, s, block, token + PAGE, lengths, GROUPS)
-        number, n, token = next_tile(number, n, token, lengths)
+    done = 0
+    while done < count:
+        end = gl.minimum(done + (n - token + TILE - 1) // TILE, count)  # of this block's tiles
+        block = block_of(number, n, lengths)
+        weight = load_block(args, queries, lengths, block.row, layout, HEADS)
+        mbarrier.wait(stages.full.index(done % STAGES), (done // STAGES) & 1)
+        even = multiply(stages.pages.index(2 * (done % STAGES)), queries, zero)
+        for i in range(done, end):
+            stage = i % STAGES
+            negative = gl.max((tile_scales.index(stage).load(in_each_warp) < 0.0).to(gl.int32), 0) > 0
+            products = warpgroup_mma_wait(0, deps=(even,))
+            odd = multiply(stages.pages.index(2 * stage + 1), queries, zero)
+            mbarrier.arrive(stages.empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > done)
+            s = score(products, page_scales.index(2 * stage), weight, negative, lengths.share)
+            keep_scores(args, s, block, token, lengths, GROUPS)
+            products = warpgroup_mma_wait(0, deps=(odd,))
+            following = gl.minimum(i + 1, end - 1)
+            mbarrier.wait(stages.full.index(following % STAGES), (following // STAGES) & 1)
+            even = multiply(stages.pages.index(2 * (following % STAGES)), queries, zero)
+            s = score(products, page_scales.index(2 * stage + 1), weight, negative, lengths.share)
+            keep_scores(args, s, block, token + PAGE, lengths, GROUPS)
+            token += TILE
+        warpgroup_mma_wait(0, deps=(even,))
+        mbarrier.arrive(stages.empty.index((end - 1) % STAGES), count=1)
+        done = end
+        number, n, token = next_tile(number, n, token - TILE, lengths)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
@@ -282,4 +291,4 @@ def prefill_scores_kernel(
     gl.warp_specialize([
         (consumer, (stages, queries, lengths, args, HEADS, STAGES, GROUPS)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
-    ], [1], [40])  # fmt: skip
+    ], [1], [40 if SHARE <= 4 else 24])  # fmt: skip
