@@ -129,8 +129,13 @@ def first_tile(lengths):
     begin = gl.program_id(0) * each + gl.minimum(gl.program_id(0), more)
     count = each + (gl.program_id(0) < more).to(gl.int32)
     block = gl.sum((ends <= begin).to(gl.int32), 0)
-    token = (begin - gl.sum(gl.where(ids == block, ends - tiles, 0), 0)) * TILE
-    return block, gl.sum(gl.where(ids == block, seen, 0), 0), token, count
+    if lengths.share == 1:
+        token = (begin - gl.sum(gl.where(ids == block, ends - tiles, 0), 0)) * TILE
+        n = gl.sum(gl.where(ids == block, seen, 0), 0)
+    else:  # a load more, and half the registers
+        token = (begin - gl.max(gl.where(ends <= begin, ends, 0), 0)) * TILE
+        n = seen_by_block(lengths, block)
+    return block, n, token, count
 
 
 @gluon.jit

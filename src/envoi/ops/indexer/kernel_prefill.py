@@ -291,4 +291,4 @@ def prefill_scores_kernel(
     gl.warp_specialize([
         (consumer, (stages, queries, lengths, args, HEADS, STAGES, GROUPS)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
-    ], [1], [40 if SHARE <= 4 else 24])  # fmt: skip
+    ], [1], [32 if SHARE <= 4 else 24])  # fmt: skip
