@@ -298,6 +298,7 @@ def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.
     ("message", "changes"),
     [
         ("q: expected float8_e4m3fn .B . next_n, H, 128., got bfloat16", {"q": Q.bfloat16()}),
+        ("q: expected .* got float8_e4m3fn .2, 64, 96.", {"q": Q[..., :96].contiguous()}),
         ("q.shape.1.: expected H from 1 to 64 heads, got 128", {"q": Q.repeat(1, 2, 1), "weights": WEIGHTS}),
         ("q.shape.1.: expected H from 1 to 64 heads, got 0", {"q": Q[:, :0], "weights": WEIGHTS[:, :0]}),
         ("q.shape.0.: expected a multiple of next_n = 3, got 2", {"next_n": 3}),
@@ -310,6 +311,7 @@ def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.
         ("return_errors: expected True or False, got int 1", {"return_errors": 1}),
         ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE.view(-1, 32, 1, 132)}),
         ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE[..., :67].contiguous()}),
+        ("k_cache: expected .* got int8 .3, 64, 1, 72.", {"k_cache": CACHE[..., :72].contiguous()}),
         ("mode: expected 'fast' with keys in FP4, .*, got 'exact'", {"k_cache": FP4_CACHE, "mode": "exact"}),
         ("k_cache: expected int8 or uint8 .*, got float32", {"k_cache": CACHE.float()}),
         ("k_cache: expected a contiguous tensor", {"k_cache": CACHE.transpose(0, 1).contiguous().transpose(0, 1)}),
