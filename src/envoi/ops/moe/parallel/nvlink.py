@@ -442,7 +442,7 @@ def send_rows(domain: Domain, rows: torch.Tensor) -> None:
     """Send rows [P, H] bf16, which L2 hasn't sent, to the ranks of their tokens; without presum."""
     width, group = domain.layout.hidden, domain.layout.group
     block = max(group, min(MAX_SENT_COLUMNS, next_power_of_2(width)))
-    casts = casts_e4m3(domain.memory.device)
+    casts = group > 0 and casts_e4m3(domain.memory.device)
     arguments = rows, domain.row_destinations, domain.offsets, width, domain.num_local, block, group, casts
     launch_kernel(COMBINE_KERNELS, "send_rows_kernel", Launch(_loop_grid(rows), arguments, WARPS))
 
@@ -476,6 +476,6 @@ def sum_into(out: torch.Tensor, domain: Domain, topk_ids: torch.Tensor) -> None:
             block, UNTRACED,
         )  # fmt: skip
     else:
-        form = k, block, group, casts_e4m3(out.device)
+        form = k, block, group, group > 0 and casts_e4m3(out.device)
         kernel, arguments = "sum_kernel", (rows, topk_ids, out, domain.state, width, rows.shape[1], *form, UNTRACED)
     launch_kernel(COMBINE_KERNELS, kernel, Launch(grid, arguments, warps_for(block)))
