@@ -141,6 +141,19 @@ def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):
     assert engines.why_unbuilt(bad, 8) and counts == [8, 8]
 
 
+def test_calls_that_are_batch_invariant_have_kernels_of_their_own(hopper):
+    layer = Layer("mxfp4", H, I, E, 2)
+    wanted = replace(layer, batch_invariant=True)
+    sites = [
+        {
+            site.name
+            for site in find([engines._call(x, engines.on_meta(x, Target("sm_90")))], Target("sm_90"), (1, 8)).values()
+        }
+        for x in (layer, wanted)
+    ]
+    assert any("few" in name for name in sites[0] - sites[1]), sites
+
+
 def test_a_router_is_checked_and_built_once(monkeypatch):
     counts = []
     options: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
     Layer       what an engine knows of a layer when it chooses a kernel
     why_not     Layer -> the reason why Envoi doesn't run it, "" if it does
-    why_unbuilt Layer -> why its kernels can't be compiled and loaded here, "" if they are ready
+    why_unbuilt Layer -> why its kernels can't be compiled and loaded here, or compute something else; "" if all is well
     why_not_routed  arguments of `envoi.route` -> the same for a router
     pack_layer  Layer and its tensors -> ExpertWeights that hold no weight twice
 
@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from envoi.integrations import trial
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.support import as_stored, with_small_factors
-from envoi.ops.moe.warm_up import LayerCall, prepare, without_tensors
+from envoi.ops.moe.warm_up import LayerCall, compiles, prepare, without_tensors
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.planned_kernels import Call, compile_calls, load_at
+from envoi.runtime.planned_kernels import Call, Site, compile_calls, load_at
 from envoi.types import ExpertWeights
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them
@@ -33,7 +34,10 @@ ARCH = "sm_90"  # the one on which Envoi is measured against the engines' own ke
 
 @dataclass(frozen=True)
 class Layer:
-    """MoE layer of one rank: num_experts of hidden x intermediate, top_k slots a token; the rest as in `pack`."""
+    """MoE layer of one rank: num_experts of hidden x intermediate, top_k slots a token; the rest as `pack` has it.
+
+    batch_invariant: of its calls, as in `moe`.
+    """
 
     format: str
     hidden: int
@@ -45,6 +49,7 @@ class Layer:
     bias: bool = False
     limit: float | None = None
     alpha: float | None = None
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts} experts of {self.hidden} x {self.intermediate}, top {self.top_k}"
@@ -94,8 +99,9 @@ _lock = threading.Lock()
 def why_unbuilt(layer: Layer, max_tokens: int) -> str:
     """Compile and load on the current GPU what calls with 1 to max_tokens tokens launch; return why that failed, or "".
 
-    Needs no weights, so that an engine can still choose its own kernels. Repeated for an equal layer, it returns what
-    was found at first.
+    Needs no weights, so that an engine can still choose its own kernels. With a Triton that is untested the kernels run
+    too, on random weights, and must compute what torch does. Repeated for an equal layer, it returns what was found at
+    first.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     return _remembered((layer, max_tokens, device), lambda: _build(layer, device, max_tokens))
@@ -113,7 +119,7 @@ def why_not_routed(options: Mapping[str, Any], max_tokens: int) -> str:
         call(1)  # checks the arguments
     except ValueError as error:
         return str(error)
-    why = _why_not_here()
+    why = _why_not_here() or (f"Envoi's kernels for it are compiled by {trial.untested()}" if trial.is_needed() else "")
     if why:
         return why
     device = torch.device("cuda", torch.cuda.current_device())
@@ -121,13 +127,15 @@ def why_not_routed(options: Mapping[str, Any], max_tokens: int) -> str:
     return _remembered((known, max_tokens, device), lambda: _compile([call], device, max_tokens))
 
 
-def _remembered(key: tuple, build: Callable[[], None]) -> str:
+def _remembered(key: tuple, build: Callable[[], object]) -> str:
     """Build once for a key; return why that failed, or ""."""
     with _lock:
         if key not in _built:
             try:
                 build()
                 _built[key] = ""
+            except trial.WrongNumbersError as error:
+                _built[key] = str(error)
             except Exception as error:  # whatever it is, the engine has kernels of its own
                 _built[key] = (
                     f"its kernels can't be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -136,13 +144,40 @@ def _remembered(key: tuple, build: Callable[[], None]) -> str:
 
 
 def _build(layer: Layer, device: torch.device, max_tokens: int) -> None:
-    _compile([LayerCall(on_meta(layer, Target.of(device)), layer.top_k)], device, max_tokens)
+    sites = _compile([_call(layer, on_meta(layer, Target.of(device)))], device, max_tokens)
+    if trial.is_needed():
+        # Each kernel's first number of tokens, and twice as many again and again, which the same kernels may get wrong.
+        doubled = [1 << i for i in range(max_tokens.bit_length())]
+        try_out(layer, device, [*(site.num_tokens for site in sites), *doubled, max_tokens])
 
 
-def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> None:
+def _call(layer: Layer, experts: ExpertWeights) -> LayerCall:
+    return LayerCall(without_tensors(experts), layer.top_k, batch_invariant=layer.batch_invariant)
+
+
+def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> list[Site]:
     target = Target.of(device)
-    for site in compile_calls(calls, target, range(1, max_tokens + 1), None, False, for_launch=True):
+    sites = compile_calls(calls, target, range(1, max_tokens + 1), None, False, for_launch=True)
+    for site in sites:
         load_at(calls, target, site)
+    return sites
+
+
+def try_out(layer: Layer, device: torch.device, numbers: Sequence[int]) -> None:
+    """Run a layer of random weights with these numbers of tokens. Raises `trial.WrongNumbersError`.
+
+    It needs the memory of one layer's weights, which an engine has before it has made any.
+    """
+
+    def run() -> None:
+        given = trial.random_tensors(
+            layer.format, layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias, device
+        )
+        trial.expect_right(pack_layer(layer, **given), layer.top_k, numbers, layer.batch_invariant)
+
+    trial.apart(run, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def pack_layer(
@@ -168,12 +203,11 @@ def pack_layer(
 
 def warm_up(layer: Layer, experts: ExpertWeights, max_tokens: int) -> None:
     """Make the first calls with few tokens, so that they are prepared; compile what `why_unbuilt` didn't foresee."""
-    from envoi.warming import warm_up as compile_all
-
-    if experts.device.type != "cuda":
+    if not compiles(experts.device):
         return
     foreseen = _built.get((layer, max_tokens, experts.device)) == ""
     if not foreseen or constants_of(on_meta(layer, Target.of(experts.device))) != constants_of(experts):
-        compile_all(experts, max_tokens, layer.top_k, progress=False)
-    elif shortcuts.PREPARED:
-        prepare(partial(moe, experts=experts), experts, experts.num_routed, max_tokens, layer.top_k)
+        _compile([_call(layer, experts)], experts.device, max_tokens)
+    if shortcuts.PREPARED:
+        call = partial(moe, experts=experts, batch_invariant=layer.batch_invariant)
+        prepare(call, experts, experts.num_routed, max_tokens, layer.top_k)
