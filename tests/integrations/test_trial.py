@@ -9,6 +9,7 @@ import envoi
 from envoi.integrations import engines, trial
 from envoi.integrations.engines import Layer
 from envoi.ops.moe import packing
+from envoi.ops.moe.op import constants_of
 from envoi.runtime.devices import Target
 from envoi.types import Routing
 from tests.helpers.accuracy import relative_error
@@ -84,6 +85,21 @@ def test_wrong_numbers_are_a_reason(untested, monkeypatch):
         why = why_unbuilt(layer, 40)
         assert "wrong numbers for 32 tokens under Triton 9.8.7, with which they are untested" in why
         assert why_unbuilt(layer, 20) == ""
+
+
+def test_large_factors_are_tried_where_they_have_kernels_of_their_own(untested, monkeypatch):
+    tried = []
+    monkeypatch.setattr(engines, "try_out", lambda layer, device, numbers, small: tried.append((layer.format, small)))
+    for format in SERVED:
+        assert why_unbuilt(Layer(format, H, I, E, 2), 4) == ""
+    assert [format for format, small in tried if small] == SERVED
+    others = [format for format, small in tried if not small]
+    assert "mxfp4" in others and "bf16" not in others
+    for format in others:
+        layer = Layer(format, H, I, E, 2)
+        for small in (True, False):
+            packed = engines.pack_layer(layer, **trial.random_tensors(format, "swiglu", H, I, E, False, CPU, small))
+            assert constants_of(packed) == constants_of(engines.on_meta(layer, Target("sm_90"), small))
 
 
 def test_a_trial_keeps_an_engines_default_dtype(untested, monkeypatch):

@@ -83,13 +83,14 @@ def _why_not_here() -> str:
     return "" if found == ARCH else f"the GPU is {found}, and Envoi's kernels for engines are those of {ARCH}"
 
 
-def on_meta(layer: Layer, target: Target) -> ExpertWeights:
-    """Return such a layer packed for a GPU, without memory, with factors as small as checkpoints have them."""
+def on_meta(layer: Layer, target: Target, small_factors: bool = True) -> ExpertWeights:
+    """Return such a layer packed for a GPU, without memory. small_factors: as checkpoints have them."""
     tensors = as_stored(
         format_named(layer.format), layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias
     )
     with standing_for(target):
-        return with_small_factors(pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options))
+        found = pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options)
+        return with_small_factors(found) if small_factors else found
 
 
 _built: dict[tuple, str] = {}
@@ -144,11 +145,16 @@ def _remembered(key: tuple, build: Callable[[], object]) -> str:
 
 
 def _build(layer: Layer, device: torch.device, max_tokens: int) -> None:
-    sites = _compile([_call(layer, on_meta(layer, Target.of(device)))], device, max_tokens)
-    if trial.is_needed():
-        # Each kernel's first number of tokens, and twice as many again and again, which the same kernels may get wrong.
+    target = Target.of(device)
+    usual, other = on_meta(layer, target), on_meta(layer, target, small_factors=False)
+    if not trial.is_needed():
+        _compile([_call(layer, usual)], device, max_tokens)
+        return
+    for experts in (usual,) if constants_of(other) == constants_of(usual) else (usual, other):
+        sites = _compile([_call(layer, experts)], device, max_tokens)
+        # Each kernel's first number of tokens; and twice as many again and again, which the same kernel may get wrong.
         doubled = [1 << i for i in range(max_tokens.bit_length())]
-        try_out(layer, device, [*(site.num_tokens for site in sites), *doubled, max_tokens])
+        try_out(layer, device, [*(site.num_tokens for site in sites), *doubled, max_tokens], experts is usual)
 
 
 def _call(layer: Layer, experts: ExpertWeights) -> LayerCall:
@@ -163,16 +169,18 @@ def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> li
     return sites
 
 
-def try_out(layer: Layer, device: torch.device, numbers: Sequence[int]) -> None:
+def try_out(layer: Layer, device: torch.device, numbers: Sequence[int], small_factors: bool = True) -> None:
     """Run a layer of random weights with these numbers of tokens. Raises `trial.WrongNumbersError`.
 
-    It needs the memory of one layer's weights, which an engine has before it has made any.
+    small_factors: as checkpoints have them. It needs the memory of one layer's weights, which an engine has before it
+    has made any.
     """
 
     def run() -> None:
         given = trial.random_tensors(
-            layer.format, layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias, device
-        )
+            layer.format, layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias, device,
+            small_factors,
+        )  # fmt: skip
         trial.expect_right(pack_layer(layer, **given), layer.top_k, numbers, layer.batch_invariant)
 
     trial.apart(run, device)

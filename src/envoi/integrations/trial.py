@@ -51,9 +51,13 @@ def untested() -> str:
 
 
 def random_tensors(
-    format: str, activation: str, hidden: int, intermediate: int, num_experts: int, bias: bool, device: torch.device
+    format: str, activation: str, hidden: int, intermediate: int, num_experts: int, bias: bool, device: torch.device,
+    small_factors: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return random tensors of a checkpoint's layer, as arguments of `pack`, by which sums are about 1."""
+    """Return random tensors of a checkpoint's layer, as arguments of `pack`, by which sums are about 1.
+
+    small_factors: of MX formats; else the first one of each expert is 4.
+    """
     source = torch.Generator(device).manual_seed(SEED)
     stored = as_stored(format_named(format), activation, hidden, intermediate, num_experts, bias)
     found: dict[str, Any] = {}
@@ -65,6 +69,8 @@ def random_tensors(
         _draw(name, found[name], columns, size, source)
         if name.endswith("_sf") and x.dtype == torch.float8_e4m3fn:  # NVFP4, whose factors are too coarse to be small
             found[name.replace("_sf", "_scale")] = torch.full((num_experts,), 1 / size, device=device)
+        if x.dtype == torch.float8_e8m0fnu and not small_factors:
+            found[name][:, 0, 0] = 4.0
     return found
 
 
