@@ -20,7 +20,7 @@ OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 # Without bytecode every process of the tests, hundreds of them, compiles them and the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-oldest test-slow docs ci resolve engines compile compile-setup test-gpu gate lint format wheel clean
+.PHONY: help setup demo test test-compiled test-interpreted test-oldest test-slow docs ci resolve engines compile compile-setup test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: tables on the terminal, a picture in demo.png"
@@ -55,14 +55,17 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
-# Four processes even on two cores: tests of several ranks mostly wait. Those under the interpreter run beside the others, and
-# what they print comes last.
+# Four processes even on two cores: tests of several ranks mostly wait. Those under the interpreter run beside the others; what
+# they print comes in one piece when they end, since -O keeps it, but for the line with +.
 test: $(STAMP)
-	@log=$$(mktemp); \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) >$$log 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS); status=$$?; \
-	wait $$beside || status=$$?; cat $$log; exit $$status
+	@$(MAKE) --no-print-directory -j2 -k -O test-compiled test-interpreted
+
+test-compiled: $(STAMP)
+	+$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+
+test-interpreted: export TRITON_INTERPRET := 1
+test-interpreted: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The oldest transformers of the pairs: `make test` has that of one pair.
 OLDEST := .transformers-$(shell $(PYTHON) tools/pairs.py oldest-transformers)

@@ -79,6 +79,7 @@ BASELINES = {
     "counted": "Envoi's own call over NCCL (gloo on CPUs) where ranks count the rows that they send",
     "staged": "Envoi's own call with the pull in a launch of its own, from a CUDA graph",
     "as_busy": "Envoi's own call with even routing, every rank's rows as many as the busiest rank's here",
+    "fp8_results": "Envoi's own call with results=fp8_1x128: rows come back in FP8, a factor for each 128 columns",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
 

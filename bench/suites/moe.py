@@ -3,7 +3,7 @@
 Over ranks a call is replayed from a CUDA graph, as servers do, unless rows are counted; torch's, which copies sizes to
 the host, can't be. "over nccl" in a case: shared memory is left unused; "by host": both halves of the ranks stand for
 a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
-with rows in counted numbers between all ranks alike.
+with rows in counted numbers between all ranks alike. "fp8_results" sends rows back in FP8; its error is in `details`.
 Routing is uniform and random, but with skew or zipf: then "as_busy" is an even call over ranks of which each has as
 many rows as the busiest one has here. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
@@ -118,6 +118,11 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         busy = open_parallel(even_shape, even, bench.num_ranks)
         beside.append(busy)
         candidates["as_busy"] = lambda: _time_ranks(bench, busy, lambda: busy.moe(even.tokens, even.routing))
+    narrow = None
+    if bench.on_gpu and shape.format == "fp8_block128" and parallel.exchange == "memory":
+        narrow = open_parallel(shape, layer, bench.num_ranks, results="fp8_1x128")
+        beside.append(narrow)
+        candidates["fp8_results"] = lambda: _time_ranks(bench, narrow, lambda: narrow.moe(layer.tokens, layer.routing))
     if shape.transport and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
         counted = ExpertParallel(layer.packed, timeout_s=60, exchange="counted")
@@ -131,6 +136,10 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     predicted = predicted_us(shape, bench.num_ranks, machine.device_name(bench.device.type))
     if predicted is not None:
         details[PREDICTED] = round(predicted, 1)
+    if narrow is not None:
+        got = narrow.moe(layer.tokens, layer.routing)
+        rows = sample_rows(len(layer.tokens), layer.tokens.device)
+        details["fp8_results_error"] = round(relative_error(got[rows], _oracle(layer, rows)), 4)
     for opened in (parallel, *beside):
         opened.close()
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
@@ -148,9 +157,11 @@ def _time_ranks(bench: Bench, parallel: ExpertParallel, run: Run) -> Timing:
     return bench.clock.ranks(run if parallel.exchange == "counted" else bench.clock.graph(run))
 
 
-def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
+def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int, results: str = "bf16") -> ExpertParallel:
     """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
-    sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
+    sizes: dict[str, Any] = {
+        "timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk, "results": results,
+    }  # fmt: skip
     if not shape.transport:
         return ExpertParallel(layer.packed, **sizes)
     if shape.transport == "over nccl":

@@ -17,7 +17,7 @@ import envoi
 from envoi.ops.moe.choose import has_kernels
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.fuzz import approx, formats
-from tests.fuzz.approx import Approx, Arithmetic, U, exact, requantised, silu, wrong
+from tests.fuzz.approx import Approx, Arithmetic, U, between, exact, requantised, silu, wrong
 from tests.fuzz.draw import Case, Draw, host
 from tests.fuzz.formats import FORMATS, SCHEMES, round_to
 
@@ -174,11 +174,13 @@ class Device:
 
     kernels: they round h to bf16 before they quantise it in a scheme of `COARSE`; torch doesn't.
     rank_ends: with them, the rows of a token are first summed for each run of experts up to such an end, in bf16.
+    results: the scheme of rows before they are summed, None for bf16.
     """
 
     gpu: bool = False
     kernels: bool = False
     rank_ends: tuple[int, ...] = ()
+    results: str | None = None
 
 
 def interleaved(x: torch.Tensor, layout: str, dim: int) -> torch.Tensor:
@@ -283,7 +285,12 @@ def expert_rows(
     y = approx.matmul(h.mid, down, arithmetic, h.err + lost(h.mid, 32) if split else h.err)
     if biases is not None:
         y = y + exact(weight.expand_as(y.mid)) * exact(biases[1].expand_as(y.mid))
-    return y.rounded(BF16)
+    rounded = y.rounded(BF16)
+    if device.results is None:
+        return rounded
+    ends = [*y.ends(), *rounded.ends()]  # kernels may round to bf16 first
+    either = between(torch.stack(ends).amin(0), torch.stack(ends).amax(0)).freed(rounded.err.isinf() | y.err.isinf())
+    return requantised(either, SCHEMES[device.results])
 
 
 def lost(x: torch.Tensor, columns: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 Those of `RANKS` have a process each on GPUs too: over NVLink, or on one GPU that they share.
 
 Judged like `envoi.moe` of all ranks' tokens; with presum each rank's rows of a token are first summed in bf16. Without
-presum, kernels' bits are also those of `envoi.moe` on one rank.
+presum, kernels' bits are also those of `envoi.moe` on one rank, or with results in FP8 of one rank with these.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from envoi.types import Routing
 from tests.fuzz.approx import wrong
 from tests.fuzz.draw import Case, Draw
 from tests.fuzz.experts import Device, Layer, layer, oracle, with_shared
+from tests.fuzz.formats import SCHEMES
 from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.parallel import domains
 from tests.promises.same_bits import bits
@@ -29,12 +30,14 @@ from tests.promises.same_bits import bits
 ALIGNED = 16  # bytes of hidden that NVLink's kernels copy at once
 TIMEOUT_S = 60.0
 RANKS = "expert_parallel_ranks"
+RESULTS = "fp8_1x128"
 
 
 @dataclass(frozen=True)
 class Setting:
     """Layer, the ends of each rank's share of its tokens and experts, and whether ranks sum before they send.
 
+    results: the scheme of rows that are sent back, None for bf16.
     placement: of experts on ranks, whose ends are then of physical experts; or None. num_shared: of the layer's
     experts, the last ones, which no end, placement or routing counts; each rank has them.
     """
@@ -45,6 +48,7 @@ class Setting:
     presum: bool
     placement: list[int] | None = None
     num_shared: int = 0
+    results: str | None = None
 
     @property
     def num_routed(self) -> int:
@@ -131,7 +135,11 @@ def setting(draw: Draw) -> Setting:
         token_ends = [*sorted(draw.random.randint(0, M) for _ in range(num_ranks - 1)), M]
     expert_ends = [*sorted(draw.random.sample(range(1, E), num_ranks - 1)), E]
     found = Setting(given, token_ends, expert_ends, draw.form.chance(0.5), None, num_shared)
-    if found.presum or not draw.form.chance(0.5):  # sums of ranks depend on which replica computes
+    if found.presum:  # sums of ranks depend on which replica computes
+        return found
+    if way != "gloo" and given.tokens.shape[1] % SCHEMES[RESULTS].columns == 0 and draw.form.chance(0.5):
+        found = replace(found, results=RESULTS)
+    if not draw.form.chance(0.5):
         return found
     placement = [*range(E), *(draw.random.randrange(-1, E) for _ in range(draw.form.random.randint(0, 6)))]
     draw.random.shuffle(placement)
@@ -152,13 +160,13 @@ def expert_parallel(draw: Draw) -> Case:
     sums = given.presum and way != "gloo"
     text = (
         f"{given.num_ranks} ranks, {way}, tokens to {given.token_ends}, experts to {given.expert_ends}, presum {sums}, "
-        f"placement {given.placement}, the last {given.num_shared} shared, {given.layer.text}"
+        f"results {given.results}, placement {given.placement}, the last {given.num_shared} shared, {given.layer.text}"
     )
 
     def judge(got: tuple[torch.Tensor, bool]) -> str:
         out, summed = got
         ends, whole = (tuple(given.offsets[1:]), given.summed) if summed else ((), given.whole)
-        device = Device(draw.device.type == "cuda", way != "gloo", ends)
+        device = Device(draw.device.type == "cuda", way != "gloo", ends, given.results)
         tokens = given.layer.tokens
         said = given.layer.stored[2] or ("" if out.dtype == tokens.dtype else f"output is {out.dtype}")
         said = said or wrong(out, oracle(whole, device), tokens.dtype)
@@ -169,10 +177,13 @@ def expert_parallel(draw: Draw) -> Case:
 
 def other_bits(out: torch.Tensor, given: Setting, device: torch.device) -> str:
     """Return how many rows have other bits than on one rank, "" if none has."""
-    r = given.layer.routing
-    routing = Routing(r.topk_weights.to(device), r.topk_ids.to(device), given.num_routed)
-    packed = replace(given.layer.pack(device), num_shared=given.num_shared)
-    want = envoi.moe(given.layer.tokens.to(device), routing, packed, batch_invariant=True).cpu()
+    r, alone = given.layer.routing, [len(given.placement or range(given.num_routed))]
+    if given.results is None:
+        routing = Routing(r.topk_weights.to(device), r.topk_ids.to(device), given.num_routed)
+        packed = replace(given.layer.pack(device), num_shared=given.num_shared)
+        want = envoi.moe(given.layer.tokens.to(device), routing, packed, batch_invariant=True).cpu()
+    else:
+        want = run_in_one_process(replace(given, token_ends=[len(out)], expert_ends=alone), device)
     count = int((bits(out) != bits(want)).any(-1).sum())
     return f"{count} of {len(out)} rows have other bits than on one rank" if count else ""
 
@@ -236,6 +247,7 @@ def _on_rank(rank: int, given: Setting, group: Any, device: torch.device) -> Any
     if device.type == "cuda":
         most = max(1, *(last - first for first, last in pairwise([0, *given.token_ends])))
         options = {"max_tokens": most, "num_topk": given.layer.routing.topk_ids.shape[1], "presum": given.presum}
+        options["results"] = given.results or "bf16"
     parallel = None
     try:
         parallel = envoi.ExpertParallel(
@@ -253,8 +265,16 @@ def _on_rank(rank: int, given: Setting, group: Any, device: torch.device) -> Any
 
 
 def attempt_in_one_process(draw: Draw) -> Any:
-    """Run a case with all ranks in this process, each step on every rank in turn."""
-    given, device = setting(draw), draw.device
+    """Run a case with all ranks in this process; return its output and whether ranks summed first, or its exception."""
+    given = setting(draw)
+    try:
+        return run_in_one_process(given, draw.device), given.presum
+    except Exception as error:
+        return error
+
+
+def run_in_one_process(given: Setting, device: torch.device) -> torch.Tensor:
+    """Return the output of all ranks in this process, each step on every rank in turn."""
     M, k = given.layer.routing.topk_ids.shape
     layout = SharedLayout(
         given.num_ranks,
@@ -264,21 +284,19 @@ def attempt_in_one_process(draw: Draw) -> Any:
         given.layer.tokens.shape[1],
         given.layer.format,
         given.presum,
+        given.results,
     )
-    try:
-        opened = domains.open_all(layout, given.offsets, str(device))
-        parts = []
-        for rank in range(given.num_ranks):
-            tokens, routing = given.part(rank, device)
-            routing = replace(routing, topk_weights=routing.topk_weights.float(), topk_ids=routing.topk_ids.int())
-            if (placed := given.placed(rank, device)) is not None:
-                slots = place(placed, routing.topk_weights.contiguous(), routing.topk_ids.contiguous())
-                routing = Routing(*slots, given.offsets[-1])
-            parts.append((tokens.bfloat16(), routing))
-        outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
-    except Exception as error:
-        return error
-    return on_the_host(torch.cat(outs), given.layer.tokens.dtype), given.presum
+    opened = domains.open_all(layout, given.offsets, str(device))
+    parts = []
+    for rank in range(given.num_ranks):
+        tokens, routing = given.part(rank, device)
+        routing = replace(routing, topk_weights=routing.topk_weights.float(), topk_ids=routing.topk_ids.int())
+        if (placed := given.placed(rank, device)) is not None:
+            slots = place(placed, routing.topk_weights.contiguous(), routing.topk_ids.contiguous())
+            routing = Routing(*slots, given.offsets[-1])
+        parts.append((tokens.bfloat16(), routing))
+    outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
+    return on_the_host(torch.cat(outs), given.layer.tokens.dtype)
 
 
 def on_the_host(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -175,8 +175,8 @@ def test_few_tokens_have_a_tile_of_their_own_width(M, tokens, ep):
         (190, 5120, 2048, 14.8, 13.2), (10784, 6144, 4096, 789.1, 788.4), (8463, 4096, 4096, 401.0, 397.4),
     ],
 )  # fmt: skip
-def test_they_are_chosen_where_they_were_faster(M, N, K, narrowed, others, monkeypatch):
-    monkeypatch.setattr(triton_compat, "LARGER_VIEWS", True)  # as when they were measured
+@pytest.mark.usefixtures("larger_views")
+def test_they_are_chosen_where_they_were_faster(M, N, K, narrowed, others):
     chosen = default_config(Problem(8 * -(-M // 8), N, K, 2), STORE, NUM_SMS)
     assert chosen is not None and chosen.narrowed == (narrowed < others)
 

@@ -11,7 +11,7 @@ from bench.shapes import GemmShape, GroupedShape
 from envoi.epilogues.library import expert_l2
 from envoi.epilogues.lower import lower
 from envoi.ops.gemm.hopper import tune
-from envoi.ops.gemm.hopper.candidates import default_config
+from envoi.ops.gemm.hopper.candidates import candidates, default_config
 from envoi.ops.gemm.hopper.config import Problem
 from envoi.ops.gemm.hopper.time_model import COSTS, Costs, expected_tiles, predicted_cycles
 from envoi.tune import problems
@@ -102,6 +102,16 @@ def test_an_odd_number_of_tiles_along_the_features_costs_where_experts_have_one_
     by_tma = lower(expert_l2(False).ir, torch.bfloat16, "gluon", False, True, frozenset())
     chosen = default_config(Problem(64 * experts, N, K, 1, experts), by_tma, NUM_SMS)
     assert chosen.pingpong == in_turns, chosen.label()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 64, 512])
+def test_reading_weights_twice_never_saves_time(num_tokens):
+    """Nor where experts have one token or two, and all of them one tile."""
+    problem = Problem(num_tokens, 5760, 2880, 1, 8)
+    often = replace(COSTS, again_odd=10 * COSTS.again_odd, again_by_expert=10 * COSTS.again_by_expert)
+    for config in candidates(problem, lower(expert_l2(False).ir, torch.bfloat16, "gluon", False, False, frozenset())):
+        once, more = (predicted_cycles(problem, config, NUM_SMS, costs) for costs in (COSTS, often))
+        assert more >= once, config.label()
 
 
 def test_rows_that_fill_their_tiles_by_the_mean_take_wider_ones_than_those_that_never_vary():

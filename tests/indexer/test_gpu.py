@@ -209,6 +209,19 @@ def assert_as_single_rows(tensors, k, next_n):
     (600, (600, 5000, 5, 17000)), (601, (601, 5000, 5, 17000)), (4096, (4096,)), (1023, (140000,)),
 ])  # fmt: skip
 def test_rows_that_share_tiles_of_keys(next_n, lengths, heads):
+    assert_blocks_as_single_rows(next_n, lengths, heads)
+
+
+@pytest.mark.parametrize(("next_n", "lengths", "heads"), [
+    (1200, (9000, 1500), 16), (601, (40000, 601), 16), (1202, (9000, 20000), 4), (800, (16900, 700), 48),
+    (514, (70000,), 64), (1024, (33000, 16640, 8400), 64), (1024, (540000,), 64),
+])  # fmt: skip
+def test_rows_that_share_tiles_of_few_heads_and_of_long_requests(next_n, lengths, heads):
+    """Check blocks of 2 to 8 rows, some of whose rows have groups of another size than their neighbours, or none."""
+    assert_blocks_as_single_rows(next_n, lengths, heads)
+
+
+def assert_blocks_as_single_rows(next_n, lengths, heads):
     _, cache, _, seq_lens, table = on_gpu(one(lengths, num_heads=heads).tensors())
     cache.view(torch.uint8).view(len(cache), -1)[::3, 8195::8] ^= 128  # negative scales in some tiles, of some tokens
     source = torch.Generator("cuda").manual_seed(next_n)

@@ -348,9 +348,9 @@ def test_the_old_name_of_the_order_warns(ordered, order):
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 6, 511, 512, 513, 514, 516, 4096, 4097])
 def test_launches_of_many_rows(next_n):
     """Check that launches take every row once, in order, and no block of rows belongs to two requests."""
-    for requests, width in product((0, 1, 3), (1, 64, 1024, 16384, 1 << 20)):
+    for requests, width, heads in product((0, 1, 3), (1, 64, 1024, 16384, 1 << 20), (64, 48, 32, 4)):
         rows = requests * next_n
-        q, cache = torch.empty(rows, 64, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
+        q, cache = torch.empty(rows, heads, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
         table = torch.empty(requests, width, device="meta")
         p = fast.Problem(q, cache, q, table, table, 512, next_n)
         block, most = fast.rows_of_block(p), fast.rows_at_once(p)
@@ -360,10 +360,11 @@ def test_launches_of_many_rows(next_n):
         for first, end in taken:
             assert all(row // next_n == (min(row + block, end) - 1) // next_n for row in range(first, end, block))
         size = fast.PREFILL_BYTES if rows > fast.MANY_ROWS else fast.WORKSPACE_BYTES
-        words = p.max_length + fast.NUM_GROUPS + fast.num_parts(p) * fast.LIST_WORDS
+        words = p.max_length + fast.NUM_GROUPS + fast.list_words(p)
         assert most == 1 or 4 * most * words <= size
-        can_share = rows > fast.MANY_ROWS and (next_n % 4 == 0 or next_n > fast.MANY_ROWS)
-        assert block == 4 or not can_share or fast.rows_that_fit(p) < 4
+        share = {64: 2, 48: 2, 32: 4, 4: 8}[heads]  # so that their heads fill the products' 128 columns
+        can_share = rows > fast.MANY_ROWS and (next_n % share == 0 or next_n > fast.MANY_ROWS)
+        assert block == share or not can_share or fast.rows_that_fit(p) < share
         assert block == 1 or rows > fast.MANY_ROWS
 
 

@@ -154,6 +154,15 @@ def test_clamps_and_slopes_of_other_kinds_are_refused(gate):
         recognise_activation(gate)
 
 
+@pytest.mark.parametrize("concatenated", [True, False])
+def test_gate_and_up_in_another_order_than_the_module_says_are_refused(concatenated):
+    """transformers runs them right: its own code never asks. Envoi packs the weights in the order that is said."""
+    gate = Gate(7.0, concatenated=concatenated)
+    gate._apply_gate = Gate(7.0, concatenated=not concatenated)._apply_gate
+    with pytest.raises(ValueError, match=f"Gate: expected the activation .* is_concatenated={concatenated} says; got"):
+        recognise_activation(gate)
+
+
 def test_training_is_refused_with_both_cures():
     model, ids = build("qwen3_moe"), tokens()
     model.set_experts_implementation("envoi")

@@ -70,8 +70,10 @@ def vllm(request, monkeypatch):
     monkeypatch.setattr(Pluggable, "replaced", {})
     found["vllm.model_executor.custom_op"].PluggableLayer = Pluggable
     found["vllm.envs"].environment_variables = {SKIP_PADDING: lambda: True}
-    found["vllm.forward_context"].is_forward_context_available = lambda: False
-    found["vllm.forward_context"].get_forward_context = lambda: SimpleNamespace(is_padding=None)
+    steps: list[Any] = []  # contexts, as vLLM's functions find them when they are called
+    found["vllm.forward_context"].steps = steps
+    found["vllm.forward_context"].is_forward_context_available = lambda: bool(steps)
+    found["vllm.forward_context"].get_forward_context = lambda: steps[-1]
     found[RUNNER].MoERunner = type("MoERunner", (Runner,), {})
     for name in ("ENVOI_VLLM", "ENVOI_VLLM_ROUTE"):
         monkeypatch.setenv(name, "1")
@@ -133,7 +135,7 @@ def test_a_known_rule_is_one_call(vllm, model, caplog):
 
 
 @pytest.mark.parametrize("kind", ["FusedTopKRouter", "GroupedTopKRouter"])
-def test_padding_gets_no_expert(vllm, kind, monkeypatch):
+def test_padding_gets_no_expert(vllm, kind):
     integration.register()
     made = runner(vllm, named(vllm, kind, **KNOWN["deepseek-v2"][1]))
     x = torch.randn(3, H).bfloat16()
@@ -141,12 +143,11 @@ def test_padding_gets_no_expert(vllm, kind, monkeypatch):
     def padded() -> list[bool]:
         return (made._forward_impl(x, x, None, None)[1] == -1).all(1).tolist()
 
-    context, envs = vllm["vllm.forward_context"], vllm["vllm.envs"]
+    steps, envs = vllm["vllm.forward_context"].steps, vllm["vllm.envs"]
     assert padded() == [False] * 3, "outside of a step"
-    context.is_forward_context_available = lambda: True
+    steps.append(SimpleNamespace(is_padding=None))
     assert padded() == [False] * 3, "the runner marks none"
-    mask = torch.tensor([False, True, True, True])  # of the largest step
-    monkeypatch.setattr(context, "get_forward_context", lambda: SimpleNamespace(is_padding=mask))
+    steps.append(SimpleNamespace(is_padding=torch.tensor([False, True, True, True])))  # of the largest step
     assert padded() == [False, True, True]
     envs.environment_variables[SKIP_PADDING] = lambda: False  # the mask may be of another step
     assert padded() == [False] * 3

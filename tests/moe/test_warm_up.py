@@ -411,6 +411,10 @@ def test_the_command_takes_the_path_of_an_object(flags, kernels, found):
     [
         (["--arch", "sm_90", "--no-presum"], "--presum: expected it only with --ranks of 2 or more, got --ranks 1"),
         (["--arch", "sm_90", "--results", "fp8"], "--results: expected one of 'bf16', 'fp8_1x128', got 'fp8'"),
+        (
+            ["--arch", "sm_90", "--hidden", "128", "--results", "fp8_1x128"],
+            "--results: expected 'bf16' with --ranks 1, got 'fp8_1x128'",
+        ),
         (["--arch", "sm_75"], "--arch: expected one of sm_90, sm_100, sm_103, got 'sm_75'"),
         (["--arch", "sm_90", "--topk", "5"], "--topk: expected at most the 4 experts, got 5"),
         (["--arch", "sm_90", "--ranks", "3"], "--experts: expected a multiple of 3 (each rank has as many), got 4"),

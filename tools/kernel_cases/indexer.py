@@ -53,17 +53,22 @@ KERNELS = (
     *(
         case_of(f"indexer-scores-sm90-{name}", about, HOPPER, call, "scores_kernel")
         for name, about, call in (
-            ("4-rows", "the same, four rows of a request at a time", partial(SET, next_n=2048)),
-            ("4-rows-32-heads", "the same, of 32 heads", partial(SET, next_n=2048, heads=32)),
             ("4-heads", "scores of 4 heads, as many as half of the products' width", partial(SET, heads=4)),
             ("16-heads", "scores of 16 heads", partial(SET, heads=16)),
-            ("4-rows-16-heads", "the same, four rows of a request at a time", partial(SET, next_n=2048, heads=16)),
             ("fp4", "scores of keys in FP4", partial(SET, heads=32, key=68)),
             ("fp4-64-heads", "the same, of 64 heads", partial(SET, key=68)),
             ("fp4-4-rows", "scores of keys in FP4, four rows of a request at a time",
              partial(SET, next_n=2048, heads=32, key=68)),
             ("fp4-4-rows-64-heads", "the same, of 64 heads", partial(SET, next_n=2048, key=68)),
-            ("4-rows-listed", "the same, before candidates are listed", partial(BEST, next_n=2048)),
+        )
+    ),
+    *(
+        case_of(f"indexer-scores-prefill-{name}", about, HOPPER, call, "prefill_scores_kernel")
+        for name, about, call in (
+            ("short", "scores of a prefill, two rows of 64 heads a product", partial(call_of_fast, "any", 256, 2048)),
+            ("long", "the same, and the best of groups", partial(SET, next_n=2048)),
+            ("32-heads", "the same, four rows of 32 heads", partial(SET, next_n=2048, heads=32)),
+            ("4-heads", "the same, 16 rows of 4 heads", partial(SET, next_n=2048, heads=4)),
         )
     ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),
@@ -86,6 +91,14 @@ KERNELS = (
     case_of(
         "indexer-select-short-prefill", "the same, of the rows of a prefill", HOPPER,
         partial(call_of_fast, "position", SHORT, 2048), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-long-prefill", "the same, of a prefill's long rows, each by one program", HOPPER,
+        partial(SET, next_n=2048), "select_kernel",
+    ),
+    case_of(
+        "indexer-select-best-first-prefill", "the k best, best first, of a prefill's long rows", HOPPER,
+        partial(BEST, next_n=2048), "select_kernel",
     ),
     case_of(
         "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER,

@@ -183,7 +183,9 @@ def scatter_factors(addresses, factors, m, n, m_end, num_columns, COLUMNS: gl.co
     else:
         loaded = gl.convert_layout(addresses, rows.type.layout, assert_trivial=True)
     to = (loaded + num_columns).to(gl.pointer_type(gl.float32))
-    gl.store(to[:, None] + groups[None, :], factors, mask=(rows < m_end)[:, None] & (groups * 4 < num_columns)[None, :])
+    group: gl.constexpr = COLUMNS // factors.shape[1]
+    mask = (rows < m_end)[:, None] & (groups * group < num_columns)[None, :]
+    gl.store(to[:, None] + groups[None, :], factors, mask=mask)
 
 
 @gluon.jit

@@ -101,7 +101,8 @@ def scatter_factors(addresses, factors, m, n, m_end, num_columns, COLUMNS: tl.co
     """
     rows, groups = row_ids(factors, m), col_ids(factors, n)
     to = tl.load(addresses + rows, mask=rows < m_end, other=0) + num_columns
-    mask = (rows < m_end)[:, None] & (groups * 4 < num_columns)[None, :]
+    group: tl.constexpr = COLUMNS // factors.shape[1]
+    mask = (rows < m_end)[:, None] & (groups * group < num_columns)[None, :]
     tl.store(to.to(tl.pointer_type(tl.float32))[:, None] + groups[None, :], factors, mask=mask)
 
 

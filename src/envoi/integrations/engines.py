@@ -20,6 +20,7 @@ import torch
 from envoi.integrations import trial
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
+from envoi.ops.moe.router.warm_up import RouterCall
 from envoi.ops.moe.support import as_stored, with_small_factors
 from envoi.ops.moe.warm_up import LayerCall, compiles, prepare, without_tensors
 from envoi.quant.formats import format_named
@@ -113,8 +114,6 @@ def why_not_routed(options: Mapping[str, Any], max_tokens: int) -> str:
 
     Compiles and loads what calls with 1 to max_tokens tokens in bf16 launch. Reads no values of tensors.
     """
-    from envoi.warming import RouterCall
-
     call = RouterCall({name: without_tensors(x) for name, x in options.items()})
     try:
         call(1)  # checks the arguments

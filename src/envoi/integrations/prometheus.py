@@ -22,6 +22,8 @@ class LoadMetrics(Collector):
 
     A scrape reads what the last `update` wrote. It does nothing on the GPU itself, since it comes from a thread of its
     own, at any time: a device synchronisation there would end a CUDA graph's capture. `update` waits for the device.
+    The files of prometheus-client's multiprocess mode hold no samples of collectors, so there too the registry is
+    scraped at a port of its own.
     layers: by name, read at each `update`. registry: where the gauges are registered, prometheus-client's own by
     default. Raises ValueError, from prometheus-client, if it has gauges of these names already.
     """

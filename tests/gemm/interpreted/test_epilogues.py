@@ -26,7 +26,10 @@ from envoi.epilogues import (
     total_max,
     total_sum,
 )  # fmt: skip
+from envoi.epilogues.lower import lower
 from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.gemm.grouping import Grouping
+from envoi.ops.gemm.triton import host
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
@@ -45,6 +48,22 @@ def assert_same_codes(got: QuantTensor, want: QuantTensor) -> None:
     assert got.group == want.group
     for x, y in ((got.values, want.values), (got.sf, want.sf)):
         assert_same_bits(x, y) if x.dtype == torch.uint8 else assert_same_bits(x.float(), y.float())
+
+
+@pytest.mark.parametrize("columns", [128, 384, 640])
+def test_rows_that_are_scattered_end_with_their_own_factors(columns):
+    """Also where a tile has groups after a row's last."""
+    a, b, offsets = normal(5, 64), normal(1, columns, 64), torch.tensor([0, 5], dtype=torch.int32)
+    room = columns + 4 * (columns // 128)
+    memory = torch.full((5, -(-room // 16) * 16), 7, dtype=torch.uint8)
+    to = memory.data_ptr() + memory.shape[1] * torch.arange(5)
+    l2 = library.expert_l2(False, scheme="fp8_1x128").ir
+    code = lower(l2, torch.bfloat16, "triton", False, False, frozenset(), scattered=True)
+    host._launch(a, b, offsets, code, (), [to], 256, Grouping(write_tail=False, to=to))
+    want = cast_to(a.float() @ b[0].float().T, "fp8_1x128")
+    assert relative_error(memory[:, :columns].view(want.values.dtype).float(), want.values.float()) < 0.01
+    assert relative_error(memory[:, columns:room].contiguous().view(torch.float32), want.sf) < 1e-3
+    assert (memory[:, room:] == 7).all()
 
 
 @pytest.mark.parametrize(("name", "group", "scheme"), SCHEMES)

@@ -89,3 +89,11 @@ def test_k(k, by_score):
 def test_candidates_of_few(k):
     kinds = [*rows(k - 1, k + 1, 9000), *(KINDS[kind][0] for kind in ("equal", "NaN", "ties at the boundary"))]
     assert wrong_rows(kinds, k, Order(slots=True, by_score=True), candidates=True) == []
+
+
+@pytest.mark.parametrize(("by_score", "as_torch"), [(True, False), (False, False), (True, True)])
+def test_one_program_of_a_long_row(by_score, as_torch, monkeypatch):
+    """Check the rows of a prefill, with ties and without, by groups of 4 to 16 neighbours."""
+    monkeypatch.setattr(fast, "MANY_ROWS", 0)
+    long = rows(16385, 20000, 40000, 70000) + [row.round(decimals=1) for row in rows(16385, 33000)]
+    assert wrong_rows(long, 512, Order(True, by_score, as_torch=as_torch)) == []

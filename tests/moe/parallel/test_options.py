@@ -77,6 +77,8 @@ WRONG = [
     ({"results": None}, "results: expected one of 'bf16', 'fp8_1x128', got None"),
     (SUMS | {"results": "fp8_1x128"}, "results: expected 'bf16' where sums are sent back, got 'fp8_1x128'"),
     (SIZES | {"exchange": "hosts+sums", "results": "fp8_1x128"}, "results: expected 'bf16' where sums are"),
+    (GATHERED | {"results": "fp8_1x128"}, "results: expected 'bf16' with exchange 'gathered', got 'fp8_1x128'"),
+    ({"exchange": "counted", "results": "fp8_1x128"}, "results: expected 'bf16' with exchange 'counted', got"),
     (({"results": "fp8_1x128"}, {}), "sizes: expected the same on every rank, got max_tokens=None"),
     ({"num_sms": 0}, "num_sms: expected an int of at least 1, got 0"),
     (({"exchange": "rows"}, {"exchange": "sums"}), "sizes: expected the same on every rank, got max_tokens=None"),

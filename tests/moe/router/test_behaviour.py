@@ -95,8 +95,8 @@ def test_a_logit_bias_that_is_not_finite_bars_its_expert():
         assert bool((got.topk_weights[:, 5:] == 0).all())
         assert bool(got.topk_weights.isfinite().all())
         assert got.num_tokens_per_expert.tolist() == [25, 0, 25, 25, 0, 25, 0, 25]
-        alone = route(tokens, gate[open_], 5, rule=chosen)
-        torch.testing.assert_close(got.topk_weights[:, :5], alone.topk_weights, rtol=1e-6, atol=0)
+        alone = route(tokens, gate[open_], 5, rule=chosen)  # CPUs may add up products of fewer experts otherwise
+        torch.testing.assert_close(got.topk_weights[:, :5], alone.topk_weights, rtol=1e-5, atol=0)
 
 
 def test_minus_infinity_for_selection_disables_an_expert_and_keeps_the_softmax_whole():

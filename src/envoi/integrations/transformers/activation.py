@@ -29,33 +29,30 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
         return _recognise_ungated(module), None
     apply_gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
 
-    def theirs(interleaved: torch.Tensor) -> torch.Tensor:
+    def theirs(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if module.is_concatenated:
-            interleaved = torch.cat(_parted(interleaved), dim=1)
-        return apply_gate(interleaved)
+            return apply_gate(torch.cat((gate, up), dim=1))
+        return apply_gate(torch.stack((gate, up), dim=2).flatten(1))
 
     # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
-    pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
-    huge = float(theirs(pairs)[2])
+    up = torch.tensor([[0.0, 1.0, 1e30]], dtype=torch.float64, device="cpu")
+    gate = torch.full_like(up, 2.0**-10)
+    huge = float(theirs(gate, up)[0, 2])
     for activation in (*GATED, *_of_attributes(module), *_of_curves()):
-        zero, one, _ = activated(activation, None, *_parted(pairs)).flatten().tolist()
+        zero, one, _ = activated(activation, None, gate, up).flatten().tolist()
         limit = _rounded((huge - zero) / (one - zero), module) if one != zero else None
         tried: dict[tuple[str, float | None], None] = {(activation, limit): None, (activation, None): None}
         if activation == "swiglu" and limit is not None:
             tried[swiglu_clamped_after(limit), None] = None
         for name, clamp in tried:  # a tanh of up looks like a clamp, far away
             probe = _gates_and_ups(limit or 12.0)
-            if torch.allclose(activated(name, clamp, *_parted(probe)), theirs(probe).double(), rtol=1e-4, atol=1e-5):
+            if torch.allclose(activated(name, clamp, *probe), theirs(*probe).double(), rtol=1e-4, atol=1e-5):
                 return name, clamp
     raise ValueError(
         f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), swiglu_oai, or up times one of "
-        f"{', '.join(CURVES)} of gate, with or without a clamp; got another"
+        f"{', '.join(CURVES)} of gate, with or without a clamp, of columns in the order that is_concatenated="
+        f"{module.is_concatenated} says; got another"
     )
-
-
-def _parted(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gate and up of columns that have them in turn."""
-    return interleaved[:, 0::2], interleaved[:, 1::2]
 
 
 def _of_attributes(module: Any) -> Iterable[str]:
@@ -107,9 +104,10 @@ def _rounded(limit: float, module: Any) -> float | None:
     return float(f"{limit:.5g}")
 
 
-def _gates_and_ups(limit: float) -> torch.Tensor:
-    """Make interleaved float64 pairs [n, 2] of every gate with every up, from far below a clamp to far above it."""
+def _gates_and_ups(limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make float64 gates and ups [n, n], every gate with every up, from far below a clamp to far above it."""
     side = torch.linspace(0.0, 4.0, 41, dtype=torch.float64, device="cpu") * limit
     side = torch.cat((side, torch.linspace(0.01, 12.0, 40, dtype=torch.float64, device="cpu")))
     side = torch.cat((side, -side))
-    return torch.cartesian_prod(side, side)
+    gate, up = torch.meshgrid(side, side, indexing="ij")
+    return gate, up

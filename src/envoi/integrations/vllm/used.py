@@ -77,8 +77,8 @@ ALL = (
         f"{MOE}.config", "FusedMoEConfig",
         members=(
             "moe_backend", "moe_parallel_config", "activation", "hidden_dim", "intermediate_size_per_partition",
-            "num_local_experts", "experts_per_token", "in_dtype", "has_bias", "is_lora_enabled", "swiglu_limit",
-            "swiglu_alpha", "swiglu_beta",
+            "num_experts", "num_local_experts", "experts_per_token", "in_dtype", "has_bias", "is_lora_enabled",
+            "swiglu_limit", "swiglu_alpha", "swiglu_beta", "dp_size", "pcp_size", "is_sequence_parallel",
         ),
     ),
     Used(

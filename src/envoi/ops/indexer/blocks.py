@@ -67,8 +67,7 @@ class _Rows:
 
     def select(self, space: Workspace, num_rows: int, out: torch.Tensor, order: Order) -> None:
         """Store the places of the k best scores of each row, without groups of neighbours: there are none."""
-        parts = fast.num_parts(self.problem) * fast.LIST_WORDS
-        lists = torch.empty(num_rows, parts, dtype=torch.int32, device=out.device)
+        lists = torch.empty(num_rows, fast.list_words(self.problem), dtype=torch.int32, device=out.device)
         own = replace(space, logits=self.scores, lists=lists)
         arguments = fast.select_arguments(self.problem, own, 0, num_rows, out, self.errors, order, False, levels=0)
         launch(kernel_select.select_kernel, *arguments)

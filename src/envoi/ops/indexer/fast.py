@@ -26,11 +26,12 @@ CAPACITY = kernel_candidates.CAPACITY.value
 
 # As measured: notes/2026-11-indexer.md, notes/2026-11-indexer-select.md.
 TILE = 128  # tokens that are scored at a time
-PROGRAMS_PER_SM, FP4_PROGRAMS_PER_SM = 3, 2
+PROGRAMS_PER_SM, FP4_PROGRAMS_PER_SM, PREFILL_PROGRAMS_PER_SM = 3, 2, 2
 HOPPER_WARPS = 4
-HOPPER_HEADS, TRITON_HEADS = 8, 16  # least widths of products
-STAGES = 3  # tiles in a program's pipeline
-SHARED_ROWS = 4  # of a request, scored against a tile of keys while it is in shared memory; as many registers and bytes
+HOPPER_HEADS, PREFILL_HEADS, TRITON_HEADS = 8, 16, 16  # least widths of products, or of a row in them
+STAGES, PREFILL_STAGES = 3, 4  # tiles in a program's pipeline
+COLUMNS = 128  # of a product in a prefill: heads of rows that share a tile of keys
+SHARED_ROWS = 4  # which share it where keys are in FP4; as many registers and bytes
 SHARED_STAGES = 2  # as three programs of an SM have room for beside four rows' queries
 CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
 LONG_CHUNK = 8192  # or, of longer ones, these at a time
@@ -107,16 +108,22 @@ class Workspace:
 
 
 def num_parts(p: Problem) -> int:
-    """Return the number of programs that select from a long row; 1 if no row is long."""
-    return PARTS if p.max_length > CHUNKS[-1] else 1
+    """Return the number of programs that select from a long row; 1 if no row is long, or if rows fill the GPU."""
+    return PARTS if p.max_length > CHUNKS[-1] and p.num_rows <= MANY_ROWS else 1
+
+
+def list_words(p: Problem) -> int:
+    """Return the words of a row's lists; none where one program has all of a row."""
+    return num_parts(p) * LIST_WORDS if num_parts(p) > 1 else 0
 
 
 def by_candidates(p: Problem, order: Order) -> bool:
     """Tell whether candidates for the best, ranked by many programs a row, are faster than PARTS programs a row.
 
     They are where the best come first in long rows, and where any order will do in a row or two that are very long.
+    Not in a prefill, whose rows fill the GPU.
     """
-    if p.max_length > MOST_CANDIDATES:
+    if p.max_length > MOST_CANDIDATES or p.num_rows > MANY_ROWS:
         return False
     if order.any:
         return p.num_rows <= FEW_ROWS and p.max_length > CHUNKS[-1]
@@ -136,27 +143,39 @@ def at_once(p: Problem, order: Order, early: bool) -> bool:
     return p.max_length > CHUNKS[0] or p.num_rows > MANY_ROWS
 
 
+def chunk_of(p: Problem, by_score: bool) -> int:
+    """Return how many scores a program of `select_kernel` holds: all of the longest row's, or LONG_CHUNK at a time."""
+    chunks = CHUNKS[:-1] if by_score and p.num_rows > MANY_ROWS else CHUNKS  # where the most don't fit the registers
+    return next((size for size in chunks if p.max_length <= size), LONG_CHUNK)
+
+
 def rows_that_fit(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows for whose workspace there is room."""
-    words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else num_parts(p) * LIST_WORDS
+    words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else list_words(p)
     size = PREFILL_BYTES if p.num_rows > MANY_ROWS else WORKSPACE_BYTES
     return size // (4 * (p.max_length + NUM_GROUPS + words))
 
 
+def shared_rows(p: Problem) -> int:
+    """Return how many rows of a request share a tile of keys, if any do."""
+    return SHARED_ROWS if is_fp4(p.k_cache) else COLUMNS // max(PREFILL_HEADS, next_power_of_2(p.q.shape[1]))
+
+
 def in_turns(p: Problem) -> bool:
     """Tell whether each request gets its own launches: it has many rows, of which the last block is smaller."""
-    return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % SHARED_ROWS != 0
+    return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % shared_rows(p) != 0
 
 
-def rows_of_block(p: Problem, candidates: bool = False) -> int:
+def rows_of_block(p: Problem) -> int:
     """Return the number of neighbouring rows, all of one request, that take turns at a tile of keys in a prefill."""
-    whole = p.shares_tiles and (in_turns(p) or p.next_n % SHARED_ROWS == 0)
-    return SHARED_ROWS if p.num_rows > MANY_ROWS and whole and rows_that_fit(p, candidates) >= SHARED_ROWS else 1
+    block = shared_rows(p)
+    whole = p.shares_tiles and (in_turns(p) or p.next_n % block == 0)
+    return block if p.num_rows > MANY_ROWS and whole and rows_that_fit(p) >= block else 1
 
 
 def rows_at_once(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows of a launch, in whole blocks if that isn't all rows; at least one row."""
-    block = rows_of_block(p, candidates)
+    block = rows_of_block(p)
     return max(1, min(p.num_rows, MAX_BLOCKS * block, rows_that_fit(p, candidates) // block * block))
 
 
@@ -169,7 +188,7 @@ def workspace(p: Problem, candidates: bool = False) -> Workspace:
 
     logits, groups = empty(p.max_length, torch.float32), empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
     if not candidates:
-        return Workspace(logits, groups, empty(num_parts(p) * LIST_WORDS, torch.int32))
+        return Workspace(logits, groups, empty(list_words(p), torch.int32))
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
     return Workspace(logits, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
 
@@ -221,9 +240,12 @@ def in_blocks(
 def score(p: Problem, space: Workspace, first: int, num_rows: int, least: int = 0) -> None:
     """Fill the logits and the groups of those of these rows that have more than `least` tokens."""
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
-        from envoi.ops.indexer import kernel_hopper
+        from envoi.ops.indexer import kernel_hopper, kernel_prefill
 
-        launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows, least))
+        if rows_of_block(p) > 1 and not is_fp4(p.k_cache):
+            launch(kernel_prefill.prefill_scores_kernel, *prefill_arguments(p, space, first, num_rows, least))
+        else:
+            launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows, least))
     else:
         launch(kernel_scores.scores_kernel, *scores_arguments(p, space, first, num_rows, least))
 
@@ -234,7 +256,7 @@ def hopper_arguments(
     """Return grid, arguments and options of Hopper's `scores_kernel`."""
     values, scales = _descriptors(p.k_cache)
     early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
-    block = rows_of_block(p, space.counters is not None)
+    block = rows_of_block(p)
     num_blocks, stages = -(-len(space.logits) // block), STAGES if block == 1 else SHARED_STAGES
     heads = p.q.shape[1]
     return (_programs(p, num_rows, block),), (
@@ -243,6 +265,21 @@ def hopper_arguments(
         max(HOPPER_HEADS, next_power_of_2(heads)), heads, least, max(32, next_power_of_2(num_blocks)), block,
         stages, early,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(_programs_per_sm(p))}  # fmt: skip
+
+
+def prefill_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, least: int
+) -> tuple[tuple[int], tuple, dict]:
+    """Return grid, arguments and options of `prefill_scores_kernel`."""
+    values, scales = _descriptors(p.k_cache)
+    block = rows_of_block(p)
+    programs = min(-(-num_rows // block) * -(-p.max_length // TILE), PREFILL_PROGRAMS_PER_SM * num_sms(p.q.device))
+    return (programs,), (
+        values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups,
+        first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        p.q.shape[1], least, max(32, next_power_of_2(-(-len(space.logits) // block))), block, PREFILL_STAGES,
+        p.max_length > chunk_of(p, least == 0), EARLY,
+    ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(PREFILL_PROGRAMS_PER_SM)}  # fmt: skip
 
 
 def _descriptors(k_cache: torch.Tensor) -> tuple[Any, Any]:
@@ -285,8 +322,9 @@ def select_arguments(
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """Return grid, arguments and options of `select_kernel`. levels: 0 where rows have no groups."""
     if levels is None:
-        levels = min(TOP_LEVEL, 6) if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
-    chunk = next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
+        # Tiles of the exact mode, and pages that a prefill takes one by one, are of 64 tokens.
+        levels = TOP_LEVEL - 1 if order.as_torch or p.num_rows > MANY_ROWS else TOP_LEVEL
+    chunk = chunk_of(p, order.by_score and levels != 0)
     parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
     counters = workspace_of.counters(num_rows, p.q.device)
     words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None

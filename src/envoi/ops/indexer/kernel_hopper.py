@@ -6,8 +6,9 @@
 
 Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
 
-SHARE neighbouring rows of a request, a block, take turns at each tile, so that it is read once for all of them; tiles
-are as many as the block's last row sees, which sees the most. Scores are the same bits for every SHARE.
+SHARE neighbouring rows of a request, a block, take turns at each tile of keys in FP4, so that it is widened once for
+all of them; tiles are as many as the block's last row sees, which sees the most. Scores are the same bits for every
+SHARE. For keys in FP8 `kernel_prefill` does the same.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from envoi.epilogues.device import maximum
@@ -218,18 +218,8 @@ def score(products, scale, weight):
 
 @gluon.jit
 def score_of_positive(products, scale, weight):
-    """Compute `score` of scales that aren't negative."""
+    """Compute `score` of scales that aren't negative, as those of keys in FP4 are."""
     return gl.sum(maximum(products, 0.0) * weight[None, :], 1) * gl.abs(scale)
-
-
-@gluon.jit
-def score_of_signs(products, scale, weight, any_negative):
-    """Compute `score`, a third faster if no scale is negative."""
-    if any_negative:
-        s = score(products, scale, weight)
-    else:
-        s = score_of_positive(products, scale, weight)
-    return s
 
 
 @gluon.jit
@@ -296,37 +286,6 @@ def keep_scores(args, s, row, token, n, width):
     keep_best(s, token, n, args.groups + row * NUM_GROUPS)
 
 
-class Tile(NamedTuple):
-    """Tile of keys and their scales for `num` rows from `row` on, the last of which sees n tokens; its first token."""
-
-    keys: Any
-    scale: Any
-    row: Any
-    num: Any
-    token: Any
-    n: Any
-
-
-@gluon.jit
-def score_rows(tile, queries, lengths, args, zero, HEADS: gl.constexpr):
-    """Score a tile for a block's rows. A row's products run while the scores of the one before are stored."""
-    heads = gl.arange(0, zero.shape[1], gl.SliceLayout(0, zero.type.layout))
-    any_negative = gl.max((tile.scale < 0.0).to(gl.int32), 0) > 0
-    last = tile.num - 1
-    first = gl.maximum(tile.num - (tile.n - gl.maximum(tile.token, lengths.least)), 0)  # that sees any of the tile
-    at = (lengths.first_row + tile.row).to(gl.int64)
-    weight = load_weights(args.weights, at + first, heads, HEADS)
-    products = warpgroup_mma(tile.keys, queries.index(first).permute((1, 0)), zero, use_acc=False, is_async=True)
-    for nth in range(first, last):
-        s = score_of_signs(warpgroup_mma_wait(0, deps=(products,)), tile.scale, weight, any_negative)
-        weight = load_weights(args.weights, at + nth + 1, heads, HEADS)
-        next_queries = queries.index(nth + 1).permute((1, 0))
-        products = warpgroup_mma(tile.keys, next_queries, zero, use_acc=False, is_async=True)
-        keep_scores(args, s, tile.row + nth, tile.token, tile.n - (last - nth), lengths.width)
-    s = score_of_signs(warpgroup_mma_wait(0, deps=(products,)), tile.scale, weight, any_negative)
-    keep_scores(args, s, tile.row + last, tile.token, tile.n, lengths.width)
-
-
 @gluon.jit
 def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Score every tile of this program: a role of four warps."""
@@ -371,7 +330,7 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
                 mbarrier.arrive(stages.empty.index(stage), count=1)
                 s = score(products, scale, weight)
             keep_scores(args, s, row, token, n, lengths.width)
-        elif fp4:
+        else:
             for nth in range(num):  # one after the other, which is faster with keys that are widened in registers
                 seen = n - (num - 1 - nth)
                 if (seen > token) & (seen > lengths.least):
@@ -380,10 +339,6 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
                     products = warpgroup_mma(keys, queries.index(nth).permute((1, 0)), zero, use_acc=False)
                     s = score_of_positive(products, scale, own)
                     keep_scores(args, s, row + nth, token, seen, lengths.width)
-        else:
-            scale = factors.index(stage).load(gl.SliceLayout(1, layout))
-            score_rows(Tile(keys, scale, row, num, token, n), queries, lengths, args, zero, HEADS)
-            mbarrier.arrive(stages.empty.index(stage), count=1)
         block, n, token = next_tile(block, n, token, lengths)
 
 
@@ -399,9 +354,8 @@ def scores_kernel(
     values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
     float32, of which the last of each page are its scales; or, of keys in FP4, as `Descriptors` says. BLOCKS: at
     least the number of blocks of SHARE rows; a block may not have rows of two requests. H: HEADS, or more: the
-    products' width, of which the rest has zero weights.
+    products' width, of which the rest has zero weights. SHARE is 1 but for keys in FP4.
     """
-    fp4: gl.constexpr = values_desc.dtype == gl.int32
     columns: gl.constexpr = values_desc.block_type.shape[1]
     values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, columns], values_desc.layout)
     scales = gl.allocate_shared_memory(scales_desc.dtype, [2 * STAGES, 1, PAGE], scales_desc.layout)
@@ -428,4 +382,4 @@ def scores_kernel(
     gl.warp_specialize([
         (consumer, (stages, queries, lengths, args, H, HEADS, STAGES)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
-    ], [1], [40 if SHARE == 1 else (32 if fp4 else 24)])  # fmt: skip
+    ], [1], [40 if SHARE == 1 else 32])  # fmt: skip

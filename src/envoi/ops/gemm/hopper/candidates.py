@@ -73,15 +73,23 @@ def candidates(problem: Problem, code: Lowered, num_sms: int = H200.num_sms) -> 
         found.append(wide)
     if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
         found += few_tokens_configs(problem, code, k)
+    found = [in_bands(problem, config, num_sms) for config in found]
     if not problem.num_groups and not problem.whole_k:
-        found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
+        found += [part for config in found for part in _split(config)]
     if not problem.num_groups:
-        found += two_widths(k)
-        found += narrowed_configs(problem.M, k) if code.elementwise else []
-        found += narrowed_features(problem.N, k) if code.elementwise and problem.M > FEW_TOKENS else []
+        uneven = two_widths(k)
+        uneven += narrowed_configs(problem.M, k) if code.elementwise else []
+        uneven += narrowed_features(problem.N, k) if code.elementwise and problem.M > FEW_TOKENS else []
+        found += [in_bands(problem, config, num_sms) for config in uneven]
     sizes = replace(problem, M=0)  # what fits doesn't depend on the tokens
-    fitting = (_fitting(sizes, in_bands(problem, config, num_sms), code) for config in found)
+    fitting = (_fitting(sizes, config, code) for config in found)
     return [config for config in dict.fromkeys(fitting) if config is not None]
+
+
+@lru_cache(maxsize=4096)  # copies take longer than all that is asked of them
+def _split(config: Config) -> list[Config]:
+    """Return a config with each of the numbers of parts that K may be cut into."""
+    return [replace(config, split_k=parts) for parts in (2, 3, 4, 8, 16)]
 
 
 @lru_cache(maxsize=4096)
@@ -176,9 +184,16 @@ def in_bands(problem: Problem, config: Config, num_sms: int) -> Config:
     def cycles(config: Config) -> int:
         return round(sent_cycles(problem, config, tensor, num_sms))
 
-    high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
+    high, low = _with_bands(config)
     low = low[-1:] if y_bytes > L2_KEEPS else sorted(low, key=rows)
     return min([*sorted(high, key=rows), *low], key=cycles)
+
+
+@lru_cache(maxsize=4096)  # see `_split`
+def _with_bands(config: Config) -> tuple[list[Config], list[Config]]:
+    """Return a config with each of the high bands, and with each of the low ones."""
+    high, low = ([replace(config, swizzle_rows=band) for band in bands] for bands in (HIGH_BANDS, LOW_BANDS))
+    return high, low
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

@@ -111,7 +111,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
         if not shared:
             moved += costs.again * (token_tiles - 1) * problem.element_bytes * problem.K * problem.N
     if _are_few_by_expert(problem):
-        more = _token_tiles(problem, config) - _busy_groups(problem)
+        more = max(0.0, _token_tiles(problem, config) - _busy_groups(problem))  # which are counted by two formulas
         again = costs.again_odd if cdiv(problem.N, config.block_n) % 2 else costs.again_by_expert
         moved += again * more * problem.element_bytes * problem.K * problem.N
         if config.block_k * problem.element_bytes <= 128:

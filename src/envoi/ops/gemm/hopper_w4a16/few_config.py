@@ -179,7 +179,7 @@ def most_slots() -> float:
     """Return how many slots these kernels may be given: on an H200 Triton 3.8's were wrong for 360, right for 64."""
     from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
 
-    return 128 if WHOLE_VIEWS else math.inf
+    return 64 if WHOLE_VIEWS else math.inf
 
 
 def unroll_of(num_steps: int, allowed: tuple[int, ...], otherwise: int) -> int:

@@ -127,7 +127,7 @@ def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> Launch:
     shift = unit_shift(M, N1, num_experts, planned.first_config)
     arguments = (
         x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
-        offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts, 0, 0,
+        offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts,
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
         UNTRACED,
     )  # fmt: skip

@@ -278,7 +278,7 @@ def signaler(args):
 
 
 @gluon.jit
-def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
+def told_pipelines(first, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
     """Return L1's pipeline, and L2's over the same stages, with the ring of tiles. The caller fences before use."""
     num_stages: gl.constexpr = cfg.num_stages
     ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
@@ -297,12 +297,11 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     return one, two
 
 
-@gluon.jit(do_not_specialize=["unit_shift", "M", "spare0", "spare1"])
+@gluon.jit(do_not_specialize=["unit_shift", "M"])
 def fused_kernel(
     x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
     hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,
     offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
-    spare0, spare1,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
@@ -310,12 +309,11 @@ def fused_kernel(
 
     Grid: (number of CTAs,).
 
-    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. spare0,
-    spare1: 0, unused: without them the PTX would be another than the one that tests have run on a GPU. trace: see
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. trace: see
     `runtime.timeline_device`.
     """
     stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
-    pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
+    pipeline, next_pipeline = told_pipelines(stages, down_desc, code2.takes_halves, cfg2)
     handover = Handover.create()
     written = Written.create(cfg1.num_consumers)
     fence_async_shared()

@@ -75,7 +75,8 @@ class ExpertParallel:
         out NaN, all others as ever. None = those that the placement names, each of which has to be there.
     results: "bf16", or "fp8_1x128": over NVLink rows are sent back in E4M3 with a float32 factor for each 128 columns,
         which have to divide hidden: half the bytes, an error of 0.026 more (docs/several_machines.md), and bits that
-        the number of ranks doesn't change. Not with sums, which "auto" then isn't. Elsewhere rows stay bf16.
+        the number of ranks doesn't change. Not with sums, which "auto" then isn't, nor with "gathered" or "counted".
+        Where "auto" or "hosts" isn't by NVLink alone rows stay bf16: the attribute `results` says so.
     hosts: with exchange "hosts", the name of the host of each rank of the group; None = the machines' names. One name
         for all is one host; ranks of one name have to be on one machine.
     presum, fused: deprecated. presum: True means exchange "sums", False "rows", with hosts "hosts+sums" and "hosts".

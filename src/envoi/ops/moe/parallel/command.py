@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.presum is not None and args.ranks == 1:
         raise ValueError("--presum: expected it only with --ranks of 2 or more, got --ranks 1")
     check_results("--results", args.results, args.hidden, args.presum)
+    if RESULTS[args.results] is not None and args.ranks == 1:
+        raise ValueError(f"--results: expected 'bf16' with --ranks 1, got {args.results!r}")
     here = Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
     target = _target(args.arch, args.sms, here)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")

@@ -124,6 +124,8 @@ def check_options(
         raise ValueError(f'hosts: expected None, or exchange "hosts" or "hosts+sums", got exchange {exchange!r}')
     wanted = wanted_by(exchange, hosts, presum, None)[0]
     check_results("results", results, experts.hidden, EXCHANGES[wanted].presum)
+    if RESULTS[results] is not None and EXCHANGES[wanted].route in ("gathered", "counted"):
+        raise ValueError(f"results: expected 'bf16' with exchange {wanted!r}, got {results!r}")
     if EXCHANGES[wanted].route in ("gathered", "hosts") and None in (max_tokens, num_topk):
         raise ValueError(f"exchange: expected max_tokens and num_topk with {wanted!r}, got None")
 

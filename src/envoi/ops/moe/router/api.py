@@ -57,10 +57,10 @@ def route(
         and `expert_offsets`).
     weights_dtype: float32, bf16 or fp16, of the fields topk_weights and dense; each weight is rounded once, to nearest.
         An fp16 weight beyond 65504, which only unscaled logits or a large routed_scale give, is infinite.
-    batch_invariant: give a token the same bits whatever other tokens there are and however many. False is faster on
-        Hopper with thousands of tokens of 129 experts or more, see the table in docs/routers.md: logits may then be
-        summed in another order (they err by 1e-5 of their size at most, not 1e-6), so that the last bits of weights,
-        and experts whose logits are that near, may depend on the number of tokens.
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. False may be faster
+        on Hopper with 1024 tokens and more of 129 experts and more (docs/routers.md): logits may then be summed in
+        another order (they err by up to 1e-5 of the largest, not 1e-6), so that the last bits of weights, and experts
+        whose logits are that near, may depend on the number of tokens.
 
     Selection is exact for the fp32 logits, and the smaller id wins a tie. Logits that are NaN or infinite never win;
     slots without an expert get id -1 and weight 0.
