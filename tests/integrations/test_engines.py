@@ -122,6 +122,11 @@ def test_reasons_name_what_is_wrong(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert "the GPU is sm_100" in engines.why_not(Layer("bf16", H, I, E, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for release, runs in (("3.6.0", True), ("3.8.0", True), ("3.9.1", False), ("3.60.0", False)):
+        monkeypatch.setattr(engines, "_triton", lambda release=release: release)
+        why = engines.why_not(Layer("bf16", H, I, E, 2))
+        assert why == "" if runs else f"Triton is {release}, and" in why
 
 
 def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):

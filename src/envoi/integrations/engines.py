@@ -2,7 +2,7 @@
 
     Layer       what an engine knows of a layer when it chooses a kernel
     why_not     Layer -> the reason why Envoi doesn't run it, "" if it does
-    why_unbuilt Layer -> why its kernels can't be compiled and loaded here, or compute something else; "" if all is well
+    why_unbuilt Layer -> why its kernels can't be compiled and loaded here, "" if they are ready
     why_not_routed  arguments of `envoi.route` -> the same for a router
     pack_layer  Layer and its tensors -> ExpertWeights that hold no weight twice
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from envoi.integrations import trial
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.router.warm_up import RouterCall
@@ -26,11 +25,13 @@ from envoi.ops.moe.warm_up import LayerCall, compiles, prepare, without_tensors
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.planned_kernels import Call, Site, compile_calls, load_at
+from envoi.runtime.planned_kernels import Call, compile_calls, load_at
 from envoi.types import ExpertWeights
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them
 ARCH = "sm_90"  # the one on which Envoi is measured against the engines' own kernels
+# Releases of Triton whose code of these kernels has run there. One that is newer may compile all of it, some wrongly.
+TRITONS = ("3.6.", "3.8.")
 
 
 @dataclass(frozen=True)
@@ -81,17 +82,27 @@ def _why_not_here() -> str:
         return "there is no GPU"
     major, minor = torch.cuda.get_device_capability()
     found = f"sm_{major}{minor}"
-    return "" if found == ARCH else f"the GPU is {found}, and Envoi's kernels for engines are those of {ARCH}"
+    if found != ARCH:
+        return f"the GPU is {found}, and Envoi's kernels for engines are those of {ARCH}"
+    if not _triton().startswith(TRITONS):
+        known = " and ".join(f"{release}x" for release in TRITONS)
+        return f"Triton is {_triton()}, and Envoi's kernels have run in engines as {known} compile them"
+    return ""
 
 
-def on_meta(layer: Layer, target: Target, small_factors: bool = True) -> ExpertWeights:
-    """Return such a layer packed for a GPU, without memory. small_factors: as checkpoints have them."""
+def _triton() -> str:
+    from envoi.runtime import triton_compat  # not at the top: `import envoi` must not import Triton
+
+    return triton_compat.VERSION
+
+
+def on_meta(layer: Layer, target: Target) -> ExpertWeights:
+    """Return such a layer packed for a GPU, without memory, with factors as small as checkpoints have them."""
     tensors = as_stored(
         format_named(layer.format), layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias
     )
     with standing_for(target):
-        found = pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options)
-        return with_small_factors(found) if small_factors else found
+        return with_small_factors(pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options))
 
 
 _built: dict[tuple, str] = {}
@@ -101,9 +112,8 @@ _lock = threading.Lock()
 def why_unbuilt(layer: Layer, max_tokens: int) -> str:
     """Compile and load on the current GPU what calls with 1 to max_tokens tokens launch; return why that failed, or "".
 
-    Needs no weights, so that an engine can still choose its own kernels. With a Triton that is untested the kernels run
-    too, on random weights, and must compute what torch does. Repeated for an equal layer, it returns what was found at
-    first.
+    Needs no weights, so that an engine can still choose its own kernels. Repeated for an equal layer, it returns what
+    was found at first.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     return _remembered((layer, max_tokens, device), lambda: _build(layer, device, max_tokens))
@@ -119,7 +129,7 @@ def why_not_routed(options: Mapping[str, Any], max_tokens: int) -> str:
         call(1)  # checks the arguments
     except ValueError as error:
         return str(error)
-    why = _why_not_here() or (f"Envoi's kernels for it are compiled by {trial.untested()}" if trial.is_needed() else "")
+    why = _why_not_here()
     if why:
         return why
     device = torch.device("cuda", torch.cuda.current_device())
@@ -127,15 +137,13 @@ def why_not_routed(options: Mapping[str, Any], max_tokens: int) -> str:
     return _remembered((known, max_tokens, device), lambda: _compile([call], device, max_tokens))
 
 
-def _remembered(key: tuple, build: Callable[[], object]) -> str:
+def _remembered(key: tuple, build: Callable[[], None]) -> str:
     """Build once for a key; return why that failed, or ""."""
     with _lock:
         if key not in _built:
             try:
                 build()
                 _built[key] = ""
-            except trial.WrongNumbersError as error:
-                _built[key] = str(error)
             except Exception as error:  # whatever it is, the engine has kernels of its own
                 _built[key] = (
                     f"its kernels can't be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -144,47 +152,17 @@ def _remembered(key: tuple, build: Callable[[], object]) -> str:
 
 
 def _build(layer: Layer, device: torch.device, max_tokens: int) -> None:
-    target = Target.of(device)
-    usual, other = on_meta(layer, target), on_meta(layer, target, small_factors=False)
-    if not trial.is_needed():
-        _compile([_call(layer, usual)], device, max_tokens)
-        return
-    for experts in (usual,) if constants_of(other) == constants_of(usual) else (usual, other):
-        sites = _compile([_call(layer, experts)], device, max_tokens)
-        # Each kernel's first number of tokens; and twice as many again and again, which the same kernel may get wrong.
-        doubled = [1 << i for i in range(max_tokens.bit_length())]
-        try_out(layer, device, [*(site.num_tokens for site in sites), *doubled, max_tokens], experts is usual)
+    _compile([_call(layer, on_meta(layer, Target.of(device)))], device, max_tokens)
 
 
 def _call(layer: Layer, experts: ExpertWeights) -> LayerCall:
     return LayerCall(without_tensors(experts), layer.top_k, batch_invariant=layer.batch_invariant)
 
 
-def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> list[Site]:
+def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> None:
     target = Target.of(device)
-    sites = compile_calls(calls, target, range(1, max_tokens + 1), None, False, for_launch=True)
-    for site in sites:
+    for site in compile_calls(calls, target, range(1, max_tokens + 1), None, False, for_launch=True):
         load_at(calls, target, site)
-    return sites
-
-
-def try_out(layer: Layer, device: torch.device, numbers: Sequence[int], small_factors: bool = True) -> None:
-    """Run a layer of random weights with these numbers of tokens. Raises `trial.WrongNumbersError`.
-
-    small_factors: as checkpoints have them. It needs the memory of one layer's weights, which an engine has before it
-    has made any.
-    """
-
-    def run() -> None:
-        given = trial.random_tensors(
-            layer.format, layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias, device,
-            small_factors,
-        )  # fmt: skip
-        trial.expect_right(pack_layer(layer, **given), layer.top_k, numbers, layer.batch_invariant)
-
-    trial.apart(run, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def pack_layer(

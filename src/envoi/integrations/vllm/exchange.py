@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from envoi import env
-from envoi.integrations import trial
 from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
 from envoi.integrations.vllm.used import EXCHANGE
@@ -60,8 +59,6 @@ def why_not(experts: Any, names: Mapping[str, Any]) -> str:
         return "ranks that share tokens (tensor, sequence or context parallelism) have experts of their own"
     if env.is_on("VLLM_BATCH_INVARIANT"):
         return "VLLM_BATCH_INVARIANT asks for bits that don't depend on the number of tokens"
-    if trial.is_needed():
-        return f"Envoi's kernels for it are compiled by {trial.untested()}"
     if config is None:
         return "vLLM's configuration isn't known"
     if config.parallel_config.expert_placement_strategy != "linear":
