@@ -122,6 +122,11 @@ def test_reasons_name_what_is_wrong(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert "the GPU is sm_100" in engines.why_not(Layer("bf16", H, I, E, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for release, runs in (("3.6.0", True), ("3.8.0", True), ("3.9.1", False), ("3.60.0", False)):
+        monkeypatch.setattr(engines, "_triton", lambda release=release: release)
+        why = engines.why_not(Layer("bf16", H, I, E, 2))
+        assert why == "" if runs else f"Triton is {release}, and" in why
 
 
 def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):
@@ -139,6 +144,19 @@ def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):
     assert engines.why_unbuilt(good, 8) == engines.why_unbuilt(good, 8) == "" and counts == [8]
     assert engines.why_unbuilt(bad, 8) == "its kernels can't be built: RuntimeError: warm_up: no such instruction"
     assert engines.why_unbuilt(bad, 8) and counts == [8, 8]
+
+
+def test_calls_that_are_batch_invariant_have_kernels_of_their_own(hopper):
+    layer = Layer("mxfp4", H, I, E, 2)
+    wanted = replace(layer, batch_invariant=True)
+    sites = [
+        {
+            site.name
+            for site in find([engines._call(x, engines.on_meta(x, Target("sm_90")))], Target("sm_90"), (1, 8)).values()
+        }
+        for x in (layer, wanted)
+    ]
+    assert any("few" in name for name in sites[0] - sites[1]), sites
 
 
 def test_a_router_is_checked_and_built_once(monkeypatch):

@@ -231,6 +231,23 @@ def test_kernels_that_cannot_be_built_leave_the_layer_to_vllm(vllm, monkeypatch,
     assert "no ptxas" in caplog.text
 
 
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_kernels_are_built_as_batch_invariant_as_calls_are(vllm, asked, monkeypatch):
+    seen = []
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: seen.append(layer.batch_invariant) or "")
+    integration.register()
+    assert selector(vllm, "unquantized")(config(vllm)) != OWN and seen == [asked == "1"]
+
+
+def test_a_layer_of_another_make_is_left_alone(vllm):
+    integration.register()
+    kind = vllm["vllm.model_executor.layers.fused_moe.routed_experts"].RoutedExperts
+    assert not hasattr(kind(), "quant_method")
+    kind.quant_method = SimpleNamespace(apply=None)
+    assert not hasattr(kind().quant_method, "process_weights_after_loading")
+
+
 def test_an_error_of_ours_leaves_the_layer_to_vllm(vllm, monkeypatch, caplog):
     def fail(*arguments):
         raise AttributeError("a field that moved")

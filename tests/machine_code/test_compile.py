@@ -1,9 +1,12 @@
 """Compilation for absent GPUs: required counts, hashes, and refusals that name the reason."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from envoi.runtime import triton_compat
 from envoi.runtime.program import Launch, without_memory
 from tests.machine_code import kernels
 from tools.kernel_cases import kernel_cases
@@ -49,6 +52,20 @@ def test_spills_are_seen():
     assert of(tight).total("local store (spill)") > 0
     assert of(tight).total("local load (spill)") > 0
     assert roomy.ptx_sha256 != tight.ptx_sha256
+
+
+def test_a_triton_without_its_tools_takes_those_of_path(monkeypatch, tmp_path):
+    class Lacking:
+        def __getattr__(self, name):
+            raise RuntimeError(f"Cannot find {name}")
+
+    monkeypatch.setattr(triton_compat, "knobs", SimpleNamespace(nvidia=Lacking()))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="Cannot find cuobjdump"):
+        triton_compat.bundled_tool("cuobjdump")
+    tool = tmp_path / "cuobjdump"
+    tool.touch(mode=0o755)
+    assert triton_compat.bundled_tool("cuobjdump") == tool
 
 
 def test_what_the_architecture_lacks_is_a_refusal(capfd):

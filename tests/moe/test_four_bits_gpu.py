@@ -57,7 +57,7 @@ SIZES = [
 
 @dataclass
 class Kernels:
-    """Kernels that are to run, those for few tokens or for many, in a format. ran: which have, call by call."""
+    """Kernels that are to run, those for few tokens or for many, in a format. ran: which have, in first calls."""
 
     format: str
     which: str
@@ -107,9 +107,9 @@ def oracle_of(layer: Layer, packed: ExpertWeights) -> torch.Tensor:
 def outputs(layer: Layer, kernels: Kernels, packed: ExpertWeights | None = None) -> torch.Tensor:
     packed = packed or layer.pack(kernels.format)
     assert packed.order == ORDERS[kernels.format]
-    kernels.ran.clear()
     got = moe(layer.tokens, layer.routing, packed)
-    assert kernels.ran == [kernels.which if layer.activation in DECODE_MX_ACTIVATIONS else "many"]
+    # A call like an earlier one is launched again without a call of theirs.
+    assert set(kernels.ran) == {kernels.which if layer.activation in DECODE_MX_ACTIVATIONS else "many"}
     if packed.format == "mxfp4_fp8":
         assert relative_error(got, rounded_oracle(layer, packed)) <= MOST_FP8
         return got

@@ -426,7 +426,8 @@ def main() -> None:
         if checks.wants(name):
             check(checks.judge)
     if checks.wanted:
-        checks.end()
+        stack.close()
+        checks.end(at_once=GPU)
     expert_map = torch.full((E,), -1, dtype=torch.int32, device=DEVICE)
     expert_map[[6, 1, 3]] = torch.arange(3, dtype=torch.int32, device=DEVICE)
     moe_config = config(num_local_experts=3)
@@ -440,7 +441,8 @@ def main() -> None:
             chosen = problem
         told = " / ".join(lines._said)
         checks.judge(f"refused: {reason}", reason in told and "EnvoiExperts" not in repr(chosen), told)
-    checks.end()
+    stack.close()
+    checks.end(at_once=GPU)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def sleeping() -> Iterator[Any]:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         allocator = CuMemAllocator.get_instance()
-        # A server has one pool of weights; one that is freed while a graph is captured ends the process.
+        # A server has one pool of weights. One that is freed while another is in use ends the process: torch asserts
+        # there, in a destructor, that no memory goes to a pool, and vLLM 0.26 lets go of a pool when the next begins.
         _pools.append(dict(allocator.allocator_and_pools))
         with allocator.use_memory_pool(tag="weights"):
             yield Asleep()

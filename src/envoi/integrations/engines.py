@@ -21,7 +21,7 @@ from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.router.warm_up import RouterCall
 from envoi.ops.moe.support import as_stored, with_small_factors
-from envoi.ops.moe.warm_up import LayerCall, prepare, without_tensors
+from envoi.ops.moe.warm_up import LayerCall, compiles, prepare, without_tensors
 from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
@@ -30,11 +30,16 @@ from envoi.types import ExpertWeights
 
 VIEWED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read weights as checkpoints store them
 ARCH = "sm_90"  # the one on which Envoi is measured against the engines' own kernels
+# Releases of Triton whose code of these kernels has run there. One that is newer may compile all of it, some wrongly.
+TRITONS = ("3.6.", "3.8.")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """MoE layer of one rank: num_experts of hidden x intermediate, top_k slots a token; the rest as in `pack`."""
+    """MoE layer of one rank: num_experts of hidden x intermediate, top_k slots a token; the rest as `pack` has it.
+
+    batch_invariant: of its calls, as in `moe`.
+    """
 
     format: str
     hidden: int
@@ -46,6 +51,7 @@ class Layer:
     bias: bool = False
     limit: float | None = None
     alpha: float | None = None
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts} experts of {self.hidden} x {self.intermediate}, top {self.top_k}"
@@ -76,7 +82,18 @@ def _why_not_here() -> str:
         return "there is no GPU"
     major, minor = torch.cuda.get_device_capability()
     found = f"sm_{major}{minor}"
-    return "" if found == ARCH else f"the GPU is {found}, and Envoi's kernels for engines are those of {ARCH}"
+    if found != ARCH:
+        return f"the GPU is {found}, and Envoi's kernels for engines are those of {ARCH}"
+    if not _triton().startswith(TRITONS):
+        known = " and ".join(f"{release}x" for release in TRITONS)
+        return f"Triton is {_triton()}, and Envoi's kernels have run in engines as {known} compile them"
+    return ""
+
+
+def _triton() -> str:
+    from envoi.runtime import triton_compat  # not at the top: `import envoi` must not import Triton
+
+    return triton_compat.VERSION
 
 
 def on_meta(layer: Layer, target: Target) -> ExpertWeights:
@@ -135,7 +152,11 @@ def _remembered(key: tuple, build: Callable[[], None]) -> str:
 
 
 def _build(layer: Layer, device: torch.device, max_tokens: int) -> None:
-    _compile([LayerCall(on_meta(layer, Target.of(device)), layer.top_k)], device, max_tokens)
+    _compile([_call(layer, on_meta(layer, Target.of(device)))], device, max_tokens)
+
+
+def _call(layer: Layer, experts: ExpertWeights) -> LayerCall:
+    return LayerCall(without_tensors(experts), layer.top_k, batch_invariant=layer.batch_invariant)
 
 
 def _compile(calls: Sequence[Call], device: torch.device, max_tokens: int) -> None:
@@ -167,12 +188,11 @@ def pack_layer(
 
 def warm_up(layer: Layer, experts: ExpertWeights, max_tokens: int) -> None:
     """Make the first calls with few tokens, so that they are prepared; compile what `why_unbuilt` didn't foresee."""
-    from envoi.warming import warm_up as compile_all
-
-    if experts.device.type != "cuda":
+    if not compiles(experts.device):
         return
     foreseen = _built.get((layer, max_tokens, experts.device)) == ""
     if not foreseen or constants_of(on_meta(layer, Target.of(experts.device))) != constants_of(experts):
-        compile_all(experts, max_tokens, layer.top_k, progress=False)
-    elif shortcuts.PREPARED:
-        prepare(partial(moe, experts=experts), experts, experts.num_routed, max_tokens, layer.top_k)
+        _compile([_call(layer, experts)], experts.device, max_tokens)
+    if shortcuts.PREPARED:
+        call = partial(moe, experts=experts, batch_invariant=layer.batch_invariant)
+        prepare(call, experts, experts.num_routed, max_tokens, layer.top_k)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -274,8 +275,17 @@ def hash_files(arch: str) -> None:
 
 
 def bundled_tool(name: str) -> Path:
-    """Return the path of `nvdisasm` or `cuobjdump`: Triton's own, or the one in its TRITON_*_PATH variable."""
-    return Path(getattr(knobs.nvidia, name).path)
+    """Return the path of `nvdisasm` or `cuobjdump`: the one in its TRITON_*_PATH variable, Triton's own, or of PATH.
+
+    Raises RuntimeError if there is none; a Triton that was packaged anew may lack its own.
+    """
+    try:
+        return Path(getattr(knobs.nvidia, name).path)
+    except RuntimeError:
+        found = shutil.which(name)
+        if found is None:
+            raise
+        return Path(found)
 
 
 def _mend_interpreter() -> None:

@@ -52,6 +52,11 @@ class Core:
         """Return Envoi's backend."""
         return self.backend
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Tell whether SGLang asks for bits that don't depend on the number of tokens."""
+        return bool(self.names["is_batch_invariant_mode_enabled"]())
+
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
         """Run a layer. quant_info: its weights, None if they are packed already (`mxfp4.take`)."""
         if quant_info is not None and not self._is_ready(dispatch_output, quant_info):
@@ -66,7 +71,7 @@ class Core:
             weights = weights * runner_config.routed_scaling_factor
         found = envoi.moe(
             x, envoi.Routing(weights, ids, packed.num_local_experts), packed,
-            batch_invariant=self.names["is_batch_invariant_mode_enabled"](),
+            batch_invariant=self.is_batch_invariant,
         )  # fmt: skip
         return self.names["StandardCombineInput"](hidden_states=found)
 
@@ -94,7 +99,8 @@ class Core:
         if why:
             raise RefusedError(why)
         layer = layer_of(self.config, format_of(quant_info), quant_info)
-        layer = replace(layer, top_k=dispatch_output.topk_output.topk_ids.shape[1])
+        top_k = dispatch_output.topk_output.topk_ids.shape[1]
+        layer = replace(layer, top_k=top_k, batch_invariant=self.is_batch_invariant)
         self.check(layer)
         self.pack(layer, *tensors_of(quant_info))
         self.get_ready(layer)

@@ -71,4 +71,5 @@ def _bias(layer: Any, side: str) -> torch.Tensor | None:
 def _layer_of(core: Core, layer: Any) -> Layer:
     num_experts, hidden, packed = layer.w2_weight.shape
     sizes = {"hidden": hidden, "intermediate": 2 * packed, "num_experts": num_experts}
-    return replace(layer_of(core.config, "mxfp4"), **sizes, bias=_bias(layer, "w13") is not None)
+    bias = _bias(layer, "w13") is not None
+    return replace(layer_of(core.config, "mxfp4"), **sizes, bias=bias, batch_invariant=core.is_batch_invariant)

@@ -282,7 +282,7 @@ def layer_of(config: Any, format: str, activation: Any, quant: Any = None) -> La
         limit, alpha = (limit if kind == "swiglu" else None), None  # vLLM's others have none
     return Layer(
         format, config.hidden_dim, config.intermediate_size_per_partition, config.num_local_experts,
-        config.experts_per_token, kind, layout, config.has_bias, limit, alpha,
+        config.experts_per_token, kind, layout, config.has_bias, limit, alpha, env.is_on("VLLM_BATCH_INVARIANT"),
     )  # fmt: skip
 
 

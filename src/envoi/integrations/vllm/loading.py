@@ -29,11 +29,16 @@ def install(names: Mapping[str, Any]) -> None:
 
 
 def follow(layer: Any, names: Mapping[str, Any]) -> None:
-    """Pack a layer after each time that its method has processed its weights, if Envoi's kernels run it then."""
+    """Pack a layer after each time that its method has processed its weights, if Envoi's kernels run it then.
+
+    A layer of another make, without such a method, is left alone.
+    """
     from envoi.integrations.vllm.experts import Experts  # Envoi's kernels aren't imported before a layer is made
 
-    method = layer.quant_method
-    process = method.process_weights_after_loading
+    method = getattr(layer, "quant_method", None)
+    process = getattr(method, "process_weights_after_loading", None)
+    if method is None or process is None:
+        return
 
     def process_and_pack(layer: Any) -> None:
         is_done = getattr(layer, DONE, False)

@@ -28,13 +28,15 @@ class LayerCall:
     experts: ExpertWeights
     num_topk: int
     dtypes: tuple[torch.dtype, torch.dtype] = ROUTED
+    batch_invariant: bool = False
 
     def __call__(self, num_tokens: int) -> None:
         """Make the call."""
         ids, weights = (without_memory((num_tokens, self.num_topk), dtype) for dtype in self.dtypes)
         routing = Routing(weights, ids, self.experts.num_routed)
         tokens = without_memory((num_tokens, self.experts.hidden), torch.bfloat16)
-        moe(tokens, routing, self.experts, expert_map=without_memory((routing.num_experts,), torch.int32))
+        expert_map = without_memory((routing.num_experts,), torch.int32)
+        moe(tokens, routing, self.experts, batch_invariant=self.batch_invariant, expert_map=expert_map)
 
 
 def check_jobs(jobs: int | None, progress: bool) -> None:
