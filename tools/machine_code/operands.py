@@ -1,0 +1,51 @@
+"""Registers that a wgmma in flight still reads: nothing may write them before a wait for it.
+
+The assembler has to see to it. That of CUDA 12.9, which Triton 3.8 uses for Hopper, is known to forget it in some
+kernels whose first operand is in registers, as 4-bit weights are.
+"""
+
+import re
+from collections.abc import Iterator
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+WGMMA = re.compile(r"[BHIQ]GMMA\.64x(\d+)x")
+REGISTERS_OF_A = 4  # of a thread, for every type
+PREDICATE = re.compile(r"!?U?P[\dT]")
+REGISTER = re.compile(r"R(\d+)")
+WIDTH = re.compile(r"\.(64|128)\b")
+PAIRS = ("IMAD.WIDE", "CS2R")
+NOTHING_WRITTEN = re.compile(r"\w*SETP|WARPSYNC|ST[GSL]?\b|BR[AX]|RET")
+
+
+def overwritten(text: str) -> tuple[str, ...]:
+    """Return the instructions of a disassembly, in the order of its text, that write what a wgmma in flight reads."""
+    groups: list[list[range]] = [[]]  # the last one isn't closed yet
+    found = []
+    for address, opcode, operands in INSTRUCTION.findall(text):
+        if opcode.startswith("WARPGROUP.DEPBAR"):
+            left = int(operands.rpartition("0x")[2], 16)
+            del groups[: max(0, len(groups) - 1 - left)]
+            continue
+        for written in _written(opcode, operands):
+            if any(max(written[0], read[0]) <= min(written[-1], read[-1]) for group in groups for read in group):
+                found.append(f"{address}: {opcode} {operands.strip()}")
+                break
+        if WGMMA.match(opcode):
+            first = REGISTER.match(operands.split(",")[1].strip())
+            if first is not None:
+                groups[-1].append(range(int(first[1]), int(first[1]) + REGISTERS_OF_A))
+            if "gsb0" in operands:
+                groups.append([])
+    return tuple(found)
+
+
+def _written(opcode: str, operands: str) -> Iterator[range]:
+    if NOTHING_WRITTEN.match(opcode):
+        return
+    target = next((x.strip() for x in operands.split(",") if not PREDICATE.fullmatch(x.strip())), "")
+    first = REGISTER.match(target)
+    if first is None:
+        return
+    wgmma, wide = WGMMA.match(opcode), WIDTH.search(opcode)
+    count = int(wgmma[1]) // 2 if wgmma else int(wide[1]) // 32 if wide else 2 if opcode.startswith(PAIRS) else 1
+    yield range(int(first[1]), int(first[1]) + count)
