@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.ops.indexer import fast, indexer_topk, kernel_fp4
+from envoi.ops.indexer import fast, indexer_topk, kernel_fp4, kernel_prefill
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
 from envoi.ops.indexer.reference import best, score_fast
 from envoi.quant.bits import e2m1_decode
@@ -391,6 +391,11 @@ def test_prefill_of_other_lengths_takes_the_same_kernels():
         return {key_of(step.kernel, step.arguments, step.options) for step in launches_of(call, "sm_90")}
 
     assert kernels(2050) == kernels(3071) == kernels(4097)
+
+
+def test_host_and_kernel_agree_on_the_columns_of_a_prefills_products():
+    assert kernel_prefill.COLUMNS.value == fast.COLUMNS
+    assert 1 << kernel_prefill.PAGE_LEVEL.value == PAGE_SIZE and kernel_prefill.PAGE_LEVEL.value == fast.TOP_LEVEL - 1
 
 
 def test_an_unknown_order_is_refused():

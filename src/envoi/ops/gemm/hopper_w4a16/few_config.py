@@ -176,7 +176,10 @@ def _room(count: int) -> int:
 
 
 def most_slots() -> float:
-    """Return how many slots these kernels may be given: on an H200 Triton 3.8's were wrong for 360, right for 64."""
+    """Return how many slots these kernels may be given.
+
+    With Triton 3.8, 360 were wrong in one run on an H200, and right in the next: the cause isn't known.
+    """
     from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
 
     return 64 if WHOLE_VIEWS else math.inf
