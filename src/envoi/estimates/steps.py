@@ -83,7 +83,7 @@ class Step:
 
 
 def five_steps(
-    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, one_launch: bool = False
+    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, one_launch: bool
 ) -> tuple[Step, ...]:
     """Return router, dispatch, L1, L2, combine. one_launch: L1 and L2 are."""
     experts = _l1(layer, machine, l1), _l2(layer, machine, l2, presum)
@@ -278,7 +278,7 @@ def parcel_bytes(layer: MoeLayer) -> float:
 
 def steps_by_host(
     layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, network: Network, max_tokens: int,
-    one_launch: bool = False,
+    one_launch: bool,
 ) -> tuple[Step, ...]:  # fmt: skip
     """Return router, rail out, dispatch, L1, L2, combine, rail back. one_launch: L1 and L2 are."""
     router, _, first, second, _ = five_steps(layer, machine, l1, l2, False, one_launch)

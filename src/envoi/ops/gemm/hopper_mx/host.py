@@ -48,7 +48,7 @@ def room_for_tokens(a: Matrix) -> torch.Tensor:
 
 
 def tokens_arguments(
-    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None
+    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None
 ) -> tuple[tuple[int, int], tuple]:
     """Return the grid and the arguments of `tokens.widen_kernel`, which writes tokens to `out` as bf16.
 

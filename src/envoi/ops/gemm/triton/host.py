@@ -170,7 +170,7 @@ def _launch(
 
 def product_arguments(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
-    grouping: Grouping = ALL_ROWS,
+    grouping: Grouping,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """Return the grid of `gemm_kernel`, its arguments and its options."""
     M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
@@ -252,7 +252,7 @@ def finish_rows(
 
 def rows_arguments(
     acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
-    offsets: torch.Tensor | None, write_tail: bool = True, overlap: bool = False,
+    offsets: torch.Tensor | None, write_tail: bool, overlap: bool,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """Return the grid of `rows_kernel`, its arguments and options. The wider the rows, the fewer in a program.
 
