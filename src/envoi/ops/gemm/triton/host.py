@@ -244,29 +244,21 @@ def finish_rows(
     after the last expert's are not read.
     operands, pointers: from `operand_tensors`. outputs: from `empty_outputs`, written here; with write_tail also after
     the last expert's rows. overlap: start while the kernel launched right before, which writes acc, ends (Hopper).
+
+    The wider the rows, the fewer in a program. An epilogue without row reductions gets chunks of rows: more programs
+    for few tokens.
     """
-    code = lower(ir, out_dtype, "triton", True, False, pointers)
-    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail, overlap)
-    launch(kernels.rows_kernel, grid, arguments, options)
-
-
-def rows_arguments(
-    acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
-    offsets: torch.Tensor | None, write_tail: bool, overlap: bool,
-) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
-    """Return the grid of `rows_kernel`, its arguments and options. The wider the rows, the fewer in a program.
-
-    An epilogue without row reductions gets chunks of rows: more programs for few tokens.
-    """
-    M, N = acc.shape
+    code, (M, N) = lower(ir, out_dtype, "triton", True, False, pointers), acc.shape
     block_n = max(16, next_power_of_2(N) if deferred(ir) else 0, chunk_columns(ir))
     block_m = max(1, (4096 if deferred(ir) else 1024) // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, cdiv(M, block_m) + num_experts), cdiv(N, block_n))
-    return grid, (
+    arguments = (
         acc, offsets, operands or (0,), tuple(as_bytes(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
         max_experts(offsets), write_tail, overlap,
-    ), {"num_warps": 4 if block_n <= 4096 else 8, "launch_pdl": overlap}  # fmt: skip
+    )  # fmt: skip
+    options = {"num_warps": 4 if block_n <= 4096 else 8, "launch_pdl": overlap}
+    launch(kernels.rows_kernel, grid, arguments, options)
 
 
 def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:
