@@ -42,20 +42,15 @@ def run_in_one_launch(
 
     progress: int32 [NUM_COUNTERS], 0 before and after, that no launch beside this one uses; None = the stream's.
     """
+    from envoi.ops.moe.one_launch.kernel import fused_kernel
+    from envoi.runtime.launch import launch
+
     count = num_sms(experts.device)
     planned = plan(cast(QuantTensor, rows), weights, offsets, experts, grouping, count)
     if progress is None:
         progress = workspace.counters(NUM_COUNTERS, experts.device)
-    return run(planned, progress, count)
-
-
-def run(planned: Planned, progress: torch.Tensor, num_sms: int) -> torch.Tensor:
-    """Launch the kernel on the current stream; return L2's rows."""
-    from envoi.ops.moe.one_launch.kernel import fused_kernel
-    from envoi.runtime.launch import launch
-
     options = {"num_warps": planned.first_config.num_warps}
-    launch(fused_kernel, *arguments(planned, progress, num_sms), options)
+    launch(fused_kernel, *arguments(planned, progress, count), options)
     return planned.second.outputs[0]
 
 
