@@ -128,7 +128,8 @@ class AddedSlots:
 
 def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
     """Find the row of each slot: topk_ids [M, k] int32. Slots whose id is no expert get none."""
-    row_map = empty_row_map(topk_ids, num_experts)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    row_map = RowMap(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
     (_sort if topk_ids.numel() <= COUNT_SLOTS else _count_and_place)(topk_ids, row_map)
     return row_map
 
@@ -202,12 +203,6 @@ def empty_rows(num_rows: int, width: int, scheme: Scheme | None, device: torch.d
     group = scheme.group_for((num_rows, width))
     values = torch.empty(num_rows, width, dtype=scheme.values, device=device)
     return QuantTensor(values, torch.empty(num_rows, width // group[1], dtype=scheme.sf, device=device), group)
-
-
-def empty_row_map(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
-    """Allocate the RowMap of these slots."""
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    return RowMap(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
 
 
 @dataclass(frozen=True)
