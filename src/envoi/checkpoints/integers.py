@@ -35,7 +35,7 @@ class IntegerExperts:
         self.shards, self.named, self.stored, self.ids = shards, named, stored, ids
         self.hidden, self.intermediate = self._sizes(why)
         for expert in ids:
-            for projection in (*named.inputs, named.down):
+            for projection in named.projections:
                 self._check(expert, projection, why)
         parts = {stored.weight, stored.factors, stored.zeros, "g_idx" if stored.writer == "gptq" else ""}
         check_beside(shards.file_of, named, parts - {""})
