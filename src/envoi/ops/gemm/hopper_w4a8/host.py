@@ -7,15 +7,7 @@ import torch
 
 from envoi.epilogues.ir import IR
 from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import (
-    chunk_columns,
-    deferred,
-    empty_outputs,
-    operand_tensors,
-    output_specs,
-    reduces_rows,
-    rows_must_fit,
-)
+from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, reduces_rows, rows_must_fit
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
 from envoi.ops.gemm.hopper_w4a8.config import ROW_BYTES, TILE, W4A8Config, w4a8_config
@@ -51,7 +43,7 @@ def run(
     from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch
 
-    written = empty_outputs(ir, output_specs(ir, out_dtype), a.shape[0], b.shape[-2], a.device, grouping.to)
+    written = empty_outputs(ir, out_dtype, a.shape[0], b.shape[-2], a.device, grouping.to)
     if a.shape[0] > 0 and b.shape[0] > 0:
         scaled = with_scales(ir, "row", "")  # first times the tokens' factors
         tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])

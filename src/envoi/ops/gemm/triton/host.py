@@ -11,7 +11,7 @@ from envoi.constant import Constant
 from envoi.epilogues.ir import IR, Node
 from envoi.epilogues.library import store
 from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, output_specs, rows_must_fit
+from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, rows_must_fit
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
 from envoi.ops.gemm.triton import kernel as device_code
 from envoi.quant.bits import as_bytes
@@ -91,7 +91,7 @@ def run_gemm(
         raise ValueError(f"N: {refusal}")
     offsets = None if offsets is None else offsets.contiguous()
     tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, out_dtype, M, N, a.device, grouping.to)
     if _in_tiles(ir, N):
         block_n = tile_columns(ir, N)
         code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers, scattered=grouping.to is not None)
@@ -221,7 +221,7 @@ def run_with_rows(
     """
     M, N = a.shape[0], b.shape[-2]
     tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, out_dtype, M, N, a.device, grouping.to)
     if 0 in (M, b.shape[0]):
         return finish_outputs(ir, written, offsets)
     if rows_must_fit(ir):
