@@ -69,11 +69,8 @@ class Step:
     @property
     def parts_us(self) -> dict[str, float]:
         """Times by resource."""
-        return dict(zip(RESOURCES, self._times_us, strict=True))
-
-    @property
-    def _times_us(self) -> tuple[float, ...]:
-        return self.compute_us, self.hbm_us, self.nvlink_us, self.network_us
+        times_us = self.compute_us, self.hbm_us, self.nvlink_us, self.network_us
+        return dict(zip(RESOURCES, times_us, strict=True))
 
     @property
     def bound_by(self) -> str:
