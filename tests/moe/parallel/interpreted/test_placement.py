@@ -17,10 +17,8 @@ from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.interpreted.test_nvlink import SMALL
-from tests.moe.parallel.interpreted.test_prepared import SIZES, WAYS, fake, group, inputs
+from tests.moe.parallel.interpreted.test_prepared import SIZES, WAYS, inputs
 from tests.moe.parallel.test_placement import pack_placed, physical_of
-
-__all__ = ["fake", "group"]
 
 CPU = torch.device("cpu")
 PLACEMENT, MOVED = [2, 0, 1, 2, 3, 2], [3, 1, 0, -1, 2, 1]  # of 4 experts
@@ -89,7 +87,6 @@ def open_placed(monkeypatch, way: str, placement: list[int], **options) -> Exper
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("group")
 def test_prepared_calls_go_on_with_another_placement(fake, monkeypatch, way):
     parallel = open_placed(monkeypatch, way, PLACEMENT)
     everything = make(**SIZES).pack("bf16")
@@ -113,7 +110,6 @@ def test_prepared_calls_go_on_with_another_placement(fake, monkeypatch, way):
     assert len(parallel._calls.known) == 1
 
 
-@pytest.mark.usefixtures("group")
 def test_a_wrong_id_is_one_that_is_no_experts(fake, monkeypatch):
     parallel = open_placed(monkeypatch, "memory", PLACEMENT)
     tokens, routing = inputs(0)
@@ -125,7 +121,6 @@ def test_a_wrong_id_is_one_that_is_no_experts(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("group")
 def test_tokens_of_missing_experts_come_out_nan(fake, monkeypatch, way):
     parallel = open_placed(monkeypatch, way, [0, 3, 0], num_experts=4)
     assert parallel.missing_experts == (1, 2)
