@@ -50,7 +50,7 @@ def inputs(seed: int) -> tuple[torch.Tensor, Routing]:
 )  # fmt: skip
 def test_bits(fake, monkeypatch, format, way, presum):
     parallel, experts = open_here(monkeypatch, format, way, presum), make(**SIZES).pack(format)
-    for seed in range(4):
+    for seed in range(2):
         tokens, routing = inputs(seed)
         before = len(fake.calls)
         got = parallel.moe(tokens, routing)
