@@ -1,10 +1,7 @@
 """SGLang's integration without SGLang: on stand-ins that have the names of the supported release."""
 
-import importlib
 import logging
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 
 import envoi.integrations.sglang as integration
-from envoi.integrations import engines, lines, names
+from envoi.integrations import engines, names
 from envoi.integrations.sglang import experts
 from envoi.integrations.sglang.used import ALL
 from envoi.ops.moe import packing
@@ -28,7 +25,7 @@ from tests.integrations.sglang_stand_ins import (
     StandardTopKOutput,
     TritonMoeQuantInfo,
 )
-from tests.integrations.stand_ins import RECORD
+from tests.integrations.stand_ins import RECORD, install
 from tests.integrations.test_engines import H, dense, tensors
 from tools.engines.facts import RELEASES
 
@@ -40,14 +37,9 @@ WANTED = {"bf16": 0.008, "fp8_block128": 0.08, "fp8_row": 0.08}
 
 @pytest.fixture
 def sglang(monkeypatch):
-    """Put stand-ins in SGLang's place, on what stands for a Hopper GPU."""
+    """Put stand-ins in SGLang's place."""
     found = stand_ins.modules()
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(integration, "_done", False)
-    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
-    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(lines, "_said", set())
+    install(monkeypatch, found, integration)
     monkeypatch.setattr(experts, "_warm", set())
     monkeypatch.delenv("ENVOI_SGLANG", raising=False)
     return found["sglang"]
@@ -114,17 +106,6 @@ def test_nothing_is_imported_before_sglang_calls():
     assert found.stdout.strip() == "[]", found
 
 
-def test_without_sglang_a_line_says_so():
-    found = fresh.run(
-        "import logging, os, sys\n"
-        "os.environ['ENVOI_SGLANG'] = '1'\n"
-        "logging.basicConfig(stream=sys.stdout)\n"
-        "from envoi.integrations.sglang import register\n"
-        "register()"
-    )
-    assert found.stdout.count("Envoi runs no MoE layers: MovedError: there is no sglang.") == 1, found
-
-
 def test_kernels_are_imported_once_a_layer_is_chosen():
     found = fresh.run(
         "import sys\n"
@@ -138,12 +119,6 @@ def test_kernels_are_imported_once_a_layer_is_chosen():
         "print([x for x in ('envoi.ops.moe.kernels', 'envoi.integrations.sglang.experts') if x in sys.modules])"
     )
     assert found.stdout.strip() == "[]", found
-
-
-def test_the_package_names_the_entry_point():
-    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    (found,) = re.findall(r'\[project\.entry-points\."sglang\.srt\.plugins"\].*\nenvoi = "(.*):(.*)"', text)
-    assert getattr(importlib.import_module(found[0]), found[1]) is integration.register
 
 
 @pytest.mark.parametrize("used", ALL, ids=str)

@@ -1,11 +1,7 @@
 """vLLM's integration without vLLM: on stand-ins that have the recorded names of each supported release."""
 
-import importlib
 import inspect
 import logging
-import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +10,12 @@ import torch
 
 import envoi
 import envoi.integrations.vllm as integration
-from envoi.integrations import engines, lines, names
+from envoi.integrations import engines, names
 from envoi.integrations.vllm import experts, loading, select
 from envoi.integrations.vllm.used import ALL, EXCHANGE, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
-from tests.integrations.stand_ins import OWN, RECORD, function, modules
+from tests.integrations.stand_ins import OWN, RECORD, function, install, modules
 from tests.integrations.test_engines import E, H, I, dense, tensors
 from tools.engines.facts import RELEASES, problems
 
@@ -36,15 +32,9 @@ KEYS = {
 
 @pytest.fixture(params=VLLM)
 def vllm(request, monkeypatch):
-    """Put a release's stand-ins in vLLM's place, with Envoi switched on, on what stands for a Hopper GPU."""
+    """Put a release's stand-ins in vLLM's place."""
     found = modules(RECORD[request.param], ALL)
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("ENVOI_VLLM", "1")
-    monkeypatch.setattr(integration, "_done", False)
-    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
-    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(lines, "_said", set())
+    install(monkeypatch, found, integration, "ENVOI_VLLM")
     experts.experts_class.cache_clear()
     yield found
     experts.experts_class.cache_clear()
@@ -97,23 +87,6 @@ def test_nothing_happens_unless_it_is_asked_for():
         "print([x for x in ('vllm', 'envoi.ops.moe.kernels', 'envoi.integrations.vllm.select') if x in sys.modules])"
     )
     assert found.stdout.strip() == "[]", found
-
-
-def test_the_package_names_the_entry_point():
-    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    (found,) = re.findall(r'\[project\.entry-points\."vllm\.general_plugins"\].*\nenvoi = "(.*):(.*)"', text)
-    assert getattr(importlib.import_module(found[0]), found[1]) is integration.register
-
-
-def test_without_vllm_a_line_says_so():
-    found = fresh.run(
-        "import logging, os, sys\n"
-        "os.environ['ENVOI_VLLM'] = '1'\n"
-        "logging.basicConfig(stream=sys.stdout)\n"
-        "from envoi.integrations.vllm import register\n"
-        "register()"
-    )
-    assert found.stdout.count("Envoi runs no MoE layers: MovedError: there is no vllm.") == 1, found
 
 
 @pytest.mark.parametrize("used", ALL, ids=str)
