@@ -85,6 +85,18 @@ def dense(format: str, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return found[0], found[1]
 
 
+def expected(format: str, given: dict[str, torch.Tensor], x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return what a layer of `tensors` gives for tokens with weights of 0.5, in float64."""
+    gate_up, down = dense(format, given)
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for token, slots in enumerate(ids.tolist()):
+        for e in slots:
+            if e >= 0:
+                gate, up = (gate_up[e] @ x[token].double()).chunk(2)
+                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
+    return want
+
+
 @pytest.mark.parametrize("format", SERVED)
 def test_no_weight_is_held_twice(hopper, format):
     given = tensors(format)

@@ -26,7 +26,7 @@ from tests.integrations.sglang_stand_ins import (
     TritonMoeQuantInfo,
 )
 from tests.integrations.stand_ins import RECORD, install
-from tests.integrations.test_engines import H, dense, tensors
+from tests.integrations.test_engines import H, dense, expected, tensors
 from tools.engines.facts import RELEASES
 
 SGLANG = [f"sglang {release}" for release in RELEASES["sglang"]]
@@ -77,15 +77,8 @@ def dispatched(top_k: int = 2, dtype: torch.dtype = torch.bfloat16) -> StandardD
     return StandardDispatchOutput(x, None, StandardTopKOutput(torch.full(ids.shape, 0.5), ids.contiguous()))
 
 
-def expected(format: str, given: dict[str, torch.Tensor], routed: StandardDispatchOutput) -> torch.Tensor:
-    gate_up, down = dense(format, given)
-    want = torch.zeros(6, H, dtype=torch.float64)
-    for token, slots in enumerate(routed.topk_output.topk_ids.tolist()):
-        for e in slots:
-            if e >= 0:
-                gate, up = (gate_up[e] @ routed.hidden_states[token].double()).chunk(2)
-                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
-    return want
+def wanted(format: str, given: dict[str, torch.Tensor], routed: StandardDispatchOutput) -> torch.Tensor:
+    return expected(format, given, routed.hidden_states, routed.topk_output.topk_ids)
 
 
 def test_stand_ins_have_what_the_release_has(sglang):
@@ -179,7 +172,7 @@ def test_a_layer_computes_what_its_weights_mean(sglang, format, caplog):
     for one in made:
         assert one.runner_backend.is_triton() and one.runner_core.runner_backend is sglang.flags.backend
         found = one.run(routed, quantised(format, given)).hidden_states
-        assert relative_error(found, expected(format, given, routed)) < WANTED[format]
+        assert relative_error(found, wanted(format, given, routed)) < WANTED[format]
     layer = f"{format}, 4 experts of 256 x 128, top 2, swiglu"
     assert [x.getMessage() for x in caplog.records] == [f"Envoi runs the MoE layers in {layer}"]
 
@@ -188,12 +181,12 @@ def test_scales_of_the_router(sglang):
     name_envoi()
     given, routed = tensors("bf16"), dispatched()
     found = runner(MoeRunnerConfig(routed_scaling_factor=2.5)).run(routed, quantised("bf16", given)).hidden_states
-    assert relative_error(found, 2.5 * expected("bf16", given, routed)) < 0.008
+    assert relative_error(found, 2.5 * wanted("bf16", given, routed)) < 0.008
     routed = dispatched(top_k=1)
     half = routed._replace(hidden_states=routed.hidden_states * 0.5)
     config = MoeRunnerConfig(apply_router_weight_on_input=True, top_k=1)
     found = runner(config).run(routed, quantised("bf16", given)).hidden_states
-    assert relative_error(found, 2 * expected("bf16", given, half)) < 0.008
+    assert relative_error(found, 2 * wanted("bf16", given, half)) < 0.008
 
 
 REFUSED = {
@@ -310,7 +303,7 @@ def test_weights_written_in_place_are_followed(sglang):
     for name, x in tensors("fp8_block128", seed=9).items():
         given[name].copy_(x)
     found = made.run(routed, quantised("fp8_block128", given)).hidden_states
-    assert relative_error(found, expected("fp8_block128", given, routed)) < WANTED["fp8_block128"]
+    assert relative_error(found, wanted("fp8_block128", given, routed)) < WANTED["fp8_block128"]
 
 
 def test_nothing_is_packed_while_a_graph_is_captured_or_compiled(sglang, monkeypatch):

@@ -16,7 +16,7 @@ from envoi.integrations.vllm.used import ALL, EXCHANGE, EXPERTS, ROUTE, SELECTOR
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
 from tests.integrations.stand_ins import OWN, RECORD, function, install, modules
-from tests.integrations.test_engines import E, H, I, dense, tensors
+from tests.integrations.test_engines import E, H, I, expected, tensors
 from tools.engines.facts import RELEASES, problems
 
 VLLM = [f"vllm {release}" for release in RELEASES["vllm"]]
@@ -261,17 +261,11 @@ def called(layer: Any, given: dict[str, Any], x: torch.Tensor, ids: torch.Tensor
 @pytest.mark.parametrize("format", KEYS)
 def test_a_layer_computes_what_its_weights_mean(vllm, format):
     given = tensors(format)
-    gate_up, down = dense(format, given)
     x = torch.randn(6, H, generator=torch.Generator().manual_seed(5)).bfloat16()
     ids = torch.tensor([[0, 3], [1, 2], [3, 2], [0, 1], [2, -1], [1, 0]], dtype=torch.int32)
     layer = made(vllm, format, given)
     assert layer.expects_unquantized_inputs
-    want = torch.zeros(6, H, dtype=torch.float64)
-    for token, slots in enumerate(ids.tolist()):
-        for e in slots:
-            if e >= 0:
-                gate, up = (gate_up[e] @ x[token].double()).chunk(2)
-                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
+    want = expected(format, given, x, ids)
     assert relative_error(called(layer, given, x, ids), want) < (
         0.008 if format in ("bf16", "mxfp4", "nvfp4") else 0.08
     )
