@@ -1,9 +1,6 @@
 """Fixtures of the interpreter's tests: unwritten memory is NaN, as in tests/gemm/interpreted; small sizes; one rank."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch.distributed as dist
 
 from tests.gemm.interpreted.conftest import outputs_start_as_nan
 from tests.helpers.fake_driver import InterpretingDriver, install
@@ -24,10 +21,8 @@ def few_programs(monkeypatch):
 
 
 @pytest.fixture
-def fake(monkeypatch, tmp_path) -> Iterator[InterpretingDriver]:
+def fake(monkeypatch, lone_rank) -> InterpretingDriver:
     """Replace the driver, as in tests/runtime/interpreted, in a process that is the only rank of its group."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     made = InterpretingDriver()
     install(monkeypatch, made)
-    yield made
-    dist.destroy_process_group()
+    return made
