@@ -12,7 +12,6 @@ import envoi.integrations.sglang as integration
 from envoi.integrations import engines, names
 from envoi.integrations.sglang import experts
 from envoi.integrations.sglang.used import ALL
-from envoi.ops.moe import packing
 from envoi.quant import fragments
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
@@ -395,9 +394,8 @@ def test_mxfp4_that_is_refused_is_widened_by_sglang(sglang, caplog):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("top_k", [None, 1, 2])
-def test_mxfp4_with_the_routers_weights_on_input(sglang, bias, top_k, monkeypatch, caplog):
+def test_mxfp4_with_the_routers_weights_on_input(sglang, bias, top_k, packs_for_hopper, caplog):
     name_envoi()
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
     method, (layer, given) = mxfp4_method(apply_router_weight_on_input=True, top_k=top_k), mxfp4_layer()
     if not bias:
         del layer.w13_weight_bias, layer.w2_weight_bias
@@ -418,9 +416,8 @@ def failing(at: int) -> Any:
     return values_to_fragments
 
 
-def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, caplog):
+def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, caplog, packs_for_hopper):
     name_envoi()
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
     method, (layer, given) = mxfp4_method(), mxfp4_layer()
     with monkeypatch.context() as now:
         now.setattr(fragments, "_values_to_fragments", failing(at=0))
@@ -435,9 +432,8 @@ def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, c
 
 
 @pytest.mark.parametrize("at", [1, 4], ids=["gate_up", "down"])
-def test_mxfp4_reordered_in_part_is_an_error(sglang, monkeypatch, at):
+def test_mxfp4_reordered_in_part_is_an_error(sglang, monkeypatch, at, packs_for_hopper):
     name_envoi()
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
     monkeypatch.setattr(fragments, "_values_to_fragments", failing(at))
     method, (layer, given) = mxfp4_method(), mxfp4_layer()
     with pytest.raises(torch.OutOfMemoryError, match="no memory for a copy"):

@@ -315,8 +315,7 @@ def test_a_layer_is_packed_when_its_weights_are_processed(vllm, format):
     assert found.packed.format == format and found.own is None and not found.works
 
 
-def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, monkeypatch):
-    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, packs_for_hopper):
     given = tensors("mxfp4")
     layer = processed(vllm, "mxfp4", given)
     want = called(kernel(layer), given, X, IDS)
@@ -356,8 +355,7 @@ def with_biases(format: str, seed: int = 0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("keeps", [False, True], ids=["new kernel", "kernel kept"])
 @pytest.mark.parametrize("moved", [False, True], ids=["in place", "by layers"])
 @pytest.mark.parametrize("format", KEYS)
-def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, keeps, monkeypatch):
-    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, keeps, packs_for_hopper):
     given, fresh = with_biases(format), with_biases(format, seed=9)
     copies = {name: y.clone() for name, y in fresh.items()}
     want = called(kernel(processed(vllm, format, copies, has_bias="down_bias" in given)), copies, X, IDS)
