@@ -56,6 +56,12 @@ def tidy_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def packs_for_hopper(monkeypatch) -> None:
+    """Pack as on a Hopper GPU, whose kernels read 4-bit weights in the order of its tensor cores."""
+    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Collect interpreter tests under the interpreter alone, and no others: most of those would take hours.
 

@@ -8,13 +8,7 @@ import torch
 
 import envoi
 from envoi import check
-from envoi.check import (
-    expect_choice,
-    expect_divisible,
-    expect_int,
-    expect_number,
-    expect_tensor,
-)
+from envoi.check import expect_choice, expect_divisible, expect_int, expect_number, expect_tensor
 from tests.moe.layers import make
 
 

@@ -1,6 +1,5 @@
 """Loading of published checkpoints: what every layout means, which bytes are read, what the layer computes."""
 
-import importlib
 import json
 import sys
 
@@ -192,9 +191,8 @@ def test_what_modelopt_says_in_a_file_of_its_own(tmp_path):
     assert error_of(experts, files.layers[1]) == 0
 
 
-def test_what_was_loaded_is_packed_for_its_device(written, monkeypatch):
+def test_what_was_loaded_is_packed_for_its_device(written, packs_for_hopper):
     folder, layers = written("gpt_oss")
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     experts = from_checkpoint(folder, 1)
     assert experts.order == "fragments"
     assert error_of(experts, layers[1]) == 0

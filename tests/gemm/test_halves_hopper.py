@@ -81,9 +81,7 @@ def test_both_layouts_run_with_the_same_config(case):
 @pytest.mark.compiles
 @pytest.mark.default_triton  # under others a kernel may spill
 @pytest.mark.parametrize(
-    "case",
-    mostly_slow([*CASES, OAI, DENSE], quick=[]),
-    ids=lambda case: f"{case.name}-{case.format}-{case.epilogue}",
+    "case", mostly_slow([*CASES, OAI, DENSE], quick=[]), ids=lambda case: f"{case.name}-{case.format}-{case.epilogue}"
 )
 def test_kernels_spill_nothing(case):
     binary = compiled(concat(case))

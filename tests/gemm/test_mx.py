@@ -7,7 +7,7 @@ import torch
 
 from envoi.epilogues.library import expert_l1, store, swiglu_fp8
 from envoi.epilogues.lower import lower
-from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
+from envoi.epilogues.outputs import empty_outputs, operand_tensors
 from envoi.ops.gemm.hopper_mx import host
 from envoi.ops.gemm.hopper_mx.config import (
     DEEP_TOKENS,
@@ -46,7 +46,7 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
 
     lead = (num_experts,) if num_experts else ()
     tensors, pointers = operand_tensors(ep.ir, operands_of(ep.ir, M, N, lead), num_experts)
-    outputs = empty_outputs(ep.ir, output_specs(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
+    outputs = empty_outputs(ep.ir, torch.bfloat16, M, N, torch.device("meta"))
     code = lower(ep.ir, torch.bfloat16, "gluon", False, False, pointers)
     offsets = empty(num_experts + 1, dtype=torch.int32) if num_experts else None
     grid, args = host.arguments(

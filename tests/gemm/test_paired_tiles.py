@@ -180,11 +180,7 @@ def test_chosen_where_tokens_are_many(layout, on_hopper):
 @pytest.mark.parametrize(
     ("num_experts", "name", "config"),
     mostly_slow(
-        product(
-            (8, 256),
-            ("expert_l1_pairs", "expert_l1_pairs_concat", "expert_l1_pairs_oai"),
-            (SQUARE, WIDE, ALONE),
-        ),
+        product((8, 256), ("expert_l1_pairs", "expert_l1_pairs_concat", "expert_l1_pairs_oai"), (SQUARE, WIDE, ALONE)),
         quick=[],  # the gate has one of each
     ),
     ids=lambda value: value.label() if isinstance(value, Config) else None,

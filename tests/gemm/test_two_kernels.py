@@ -37,11 +37,7 @@ def matrix(kind: str, *shape: int) -> torch.Tensor | QuantTensor:
     return QuantTensor(without_memory(shape, scheme.values), sf, group)
 
 
-OPERANDS = {
-    "bf16": ("bf16", "bf16"),
-    "fp8_row": ("fp8_row", "fp8_row"),
-    "fp8_block128": ("fp8_1x128", "fp8_128x128"),
-}
+OPERANDS = {"bf16": ("bf16", "bf16"), "fp8_row": ("fp8_row", "fp8_row"), "fp8_block128": ("fp8_1x128", "fp8_128x128")}
 
 
 def work(M: int, N: int, K: int, ep=swiglu_fp8, format: str = "bf16", experts: int = 0) -> host.Work:
@@ -67,8 +63,7 @@ def test_a_small_product_has_two(M, N, K, format):
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "K", "format"),
-    [(2500, 3072, 2048, "bf16"), (16384, 14336, 4096, "bf16"), (3000, 4096, 7168, "fp8_row")],
+    ("M", "N", "K", "format"), [(2500, 3072, 2048, "bf16"), (16384, 14336, 4096, "bf16"), (3000, 4096, 7168, "fp8_row")]
 )
 def test_a_large_product_has_one(M, N, K, format):
     assert not in_two(M, N, K, format=format)

@@ -50,7 +50,7 @@ def products(counts: list[int], N: int, K: int, spread: int, config: W4A8Config 
     tokens = quantize(torch.randn(total + 5, K, device="cuda"), "fp8_row")
     offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(torch.int32)
     given = tokens, packed, offsets, expert_l2(False, True).ir, torch.float32, {"scale": packed.scale}, EXPERTS_ROWS
-    got = host.run(*given, config)[0][:total]
+    got = host.run_gemm(*given, config)[0][:total]
     (of_e4m3,) = run_kernels(tokens, as_e4m3(packed), offsets, store.ir, torch.float32, {}, grouping=EXPERTS_ROWS)
     assert_same_bits(got, of_e4m3[:total])
     rows = dequantize(tokens, torch.float64)[:total].split(counts)
@@ -102,5 +102,5 @@ def test_what_runs_is_what_was_counted(case):
         to = room.data_ptr() + torch.arange(P, device="cuda") * N * room.itemsize
     grouping, seen = replace(EXPERTS_ROWS, to=to), {}
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
-        host.run(tokens, packed, offsets, case.epilogue.ir, torch.bfloat16, operands, grouping)
+        host.run_gemm(tokens, packed, offsets, case.epilogue.ir, torch.bfloat16, operands, grouping)
     assert_same_code(case.title, cases.launch_of(case), seen)

@@ -93,6 +93,7 @@ def own_device(kind: str = "cuda") -> Any:
 # Modules of functions that ranks run, which take longest to import.
 SLOW = (
     "tests.moe.parallel.cases",
+    "envoi.integrations.transformers",
     "tests.integrations.divided",
     "tests.promises.faults",
     "tests.promises.soak",

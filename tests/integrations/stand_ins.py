@@ -3,12 +3,14 @@
 import enum
 import inspect
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envoi.integrations import engines, lines
 from envoi.integrations.names import Fact, Used
 
 RECORD = json.loads((Path(__file__).parent / "engines.json").read_text())
@@ -25,6 +27,18 @@ def modules(facts: dict[str, Fact], all_used: Sequence[Used]) -> dict[str, Modul
             found.setdefault(name, ModuleType(name)).__path__ = []
         setattr(found[used.module], used.name, stand_in(used, facts[str(used)]))
     return found
+
+
+def install(monkeypatch: Any, found: dict[str, ModuleType], integration: ModuleType, *switches: str) -> None:
+    """Put modules in an engine's place, with Envoi's switches on, on what stands for a Hopper GPU with all kernels."""
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in switches:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(integration, "_done", False)
+    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
+    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
+    monkeypatch.setattr(lines, "_said", set())
 
 
 def stand_in(used: Used, fact: Fact) -> Any:

@@ -9,7 +9,6 @@ import torch
 import envoi
 from envoi.integrations import engines
 from envoi.integrations.engines import Layer
-from envoi.ops.moe import packing
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.warm_up import LayerCall, without_tensors
 from envoi.runtime.devices import Target
@@ -50,14 +49,9 @@ def tensors(format: str, seed: int = 0, bias: bool = False) -> dict[str, torch.T
     return {name: x for name, x in found.items() if x is not None}
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
-
-
 @pytest.mark.parametrize("format", SERVED)
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
-def test_kernels_are_known_before_weights(hopper, format, layout):
+def test_kernels_are_known_before_weights(packs_for_hopper, format, layout):
     bias = layout == "interleaved"
     if format == "fp8_block128" and bias:
         layout = "concat"  # no checkpoint has blocks of gate and up rows in turn
@@ -85,8 +79,20 @@ def dense(format: str, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return found[0], found[1]
 
 
+def expected(format: str, given: dict[str, torch.Tensor], x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return what a layer of `tensors` gives for tokens with weights of 0.5, in float64."""
+    gate_up, down = dense(format, given)
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for token, slots in enumerate(ids.tolist()):
+        for e in slots:
+            if e >= 0:
+                gate, up = (gate_up[e] @ x[token].double()).chunk(2)
+                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
+    return want
+
+
 @pytest.mark.parametrize("format", SERVED)
-def test_no_weight_is_held_twice(hopper, format):
+def test_no_weight_is_held_twice(packs_for_hopper, format):
     given = tensors(format)
     want = dense(format, {name: x.clone() for name, x in given.items()})
     packed = engines.pack_layer(Layer(format, H, I, E, 2), **given)
@@ -146,7 +152,7 @@ def test_kernels_are_built_once_and_a_failure_is_a_reason(monkeypatch):
     assert engines.why_unbuilt(bad, 8) and counts == [8, 8]
 
 
-def test_calls_that_are_batch_invariant_have_kernels_of_their_own(hopper):
+def test_calls_that_are_batch_invariant_have_kernels_of_their_own(packs_for_hopper):
     layer = Layer("mxfp4", H, I, E, 2)
     wanted = replace(layer, batch_invariant=True)
     sites = [

@@ -1,10 +1,7 @@
 """SGLang's integration without SGLang: on stand-ins that have the names of the supported release."""
 
-import importlib
 import logging
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +9,9 @@ import pytest
 import torch
 
 import envoi.integrations.sglang as integration
-from envoi.integrations import engines, lines, names
+from envoi.integrations import engines, names
 from envoi.integrations.sglang import experts
 from envoi.integrations.sglang.used import ALL
-from envoi.ops.moe import packing
 from envoi.quant import fragments
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
@@ -28,8 +24,8 @@ from tests.integrations.sglang_stand_ins import (
     StandardTopKOutput,
     TritonMoeQuantInfo,
 )
-from tests.integrations.stand_ins import RECORD
-from tests.integrations.test_engines import H, dense, tensors
+from tests.integrations.stand_ins import RECORD, install
+from tests.integrations.test_engines import H, dense, expected, tensors
 from tools.engines.facts import RELEASES
 
 SGLANG = [f"sglang {release}" for release in RELEASES["sglang"]]
@@ -40,14 +36,9 @@ WANTED = {"bf16": 0.008, "fp8_block128": 0.08, "fp8_row": 0.08}
 
 @pytest.fixture
 def sglang(monkeypatch):
-    """Put stand-ins in SGLang's place, on what stands for a Hopper GPU."""
+    """Put stand-ins in SGLang's place."""
     found = stand_ins.modules()
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(integration, "_done", False)
-    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
-    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(lines, "_said", set())
+    install(monkeypatch, found, integration)
     monkeypatch.setattr(experts, "_warm", set())
     monkeypatch.delenv("ENVOI_SGLANG", raising=False)
     return found["sglang"]
@@ -85,15 +76,8 @@ def dispatched(top_k: int = 2, dtype: torch.dtype = torch.bfloat16) -> StandardD
     return StandardDispatchOutput(x, None, StandardTopKOutput(torch.full(ids.shape, 0.5), ids.contiguous()))
 
 
-def expected(format: str, given: dict[str, torch.Tensor], routed: StandardDispatchOutput) -> torch.Tensor:
-    gate_up, down = dense(format, given)
-    want = torch.zeros(6, H, dtype=torch.float64)
-    for token, slots in enumerate(routed.topk_output.topk_ids.tolist()):
-        for e in slots:
-            if e >= 0:
-                gate, up = (gate_up[e] @ routed.hidden_states[token].double()).chunk(2)
-                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
-    return want
+def wanted(format: str, given: dict[str, torch.Tensor], routed: StandardDispatchOutput) -> torch.Tensor:
+    return expected(format, given, routed.hidden_states, routed.topk_output.topk_ids)
 
 
 def test_stand_ins_have_what_the_release_has(sglang):
@@ -114,17 +98,6 @@ def test_nothing_is_imported_before_sglang_calls():
     assert found.stdout.strip() == "[]", found
 
 
-def test_without_sglang_a_line_says_so():
-    found = fresh.run(
-        "import logging, os, sys\n"
-        "os.environ['ENVOI_SGLANG'] = '1'\n"
-        "logging.basicConfig(stream=sys.stdout)\n"
-        "from envoi.integrations.sglang import register\n"
-        "register()"
-    )
-    assert found.stdout.count("Envoi runs no MoE layers: MovedError: there is no sglang.") == 1, found
-
-
 def test_kernels_are_imported_once_a_layer_is_chosen():
     found = fresh.run(
         "import sys\n"
@@ -138,12 +111,6 @@ def test_kernels_are_imported_once_a_layer_is_chosen():
         "print([x for x in ('envoi.ops.moe.kernels', 'envoi.integrations.sglang.experts') if x in sys.modules])"
     )
     assert found.stdout.strip() == "[]", found
-
-
-def test_the_package_names_the_entry_point():
-    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    (found,) = re.findall(r'\[project\.entry-points\."sglang\.srt\.plugins"\].*\nenvoi = "(.*):(.*)"', text)
-    assert getattr(importlib.import_module(found[0]), found[1]) is integration.register
 
 
 @pytest.mark.parametrize("used", ALL, ids=str)
@@ -204,7 +171,7 @@ def test_a_layer_computes_what_its_weights_mean(sglang, format, caplog):
     for one in made:
         assert one.runner_backend.is_triton() and one.runner_core.runner_backend is sglang.flags.backend
         found = one.run(routed, quantised(format, given)).hidden_states
-        assert relative_error(found, expected(format, given, routed)) < WANTED[format]
+        assert relative_error(found, wanted(format, given, routed)) < WANTED[format]
     layer = f"{format}, 4 experts of 256 x 128, top 2, swiglu"
     assert [x.getMessage() for x in caplog.records] == [f"Envoi runs the MoE layers in {layer}"]
 
@@ -213,12 +180,12 @@ def test_scales_of_the_router(sglang):
     name_envoi()
     given, routed = tensors("bf16"), dispatched()
     found = runner(MoeRunnerConfig(routed_scaling_factor=2.5)).run(routed, quantised("bf16", given)).hidden_states
-    assert relative_error(found, 2.5 * expected("bf16", given, routed)) < 0.008
+    assert relative_error(found, 2.5 * wanted("bf16", given, routed)) < 0.008
     routed = dispatched(top_k=1)
     half = routed._replace(hidden_states=routed.hidden_states * 0.5)
     config = MoeRunnerConfig(apply_router_weight_on_input=True, top_k=1)
     found = runner(config).run(routed, quantised("bf16", given)).hidden_states
-    assert relative_error(found, 2 * expected("bf16", given, half)) < 0.008
+    assert relative_error(found, 2 * wanted("bf16", given, half)) < 0.008
 
 
 REFUSED = {
@@ -335,7 +302,7 @@ def test_weights_written_in_place_are_followed(sglang):
     for name, x in tensors("fp8_block128", seed=9).items():
         given[name].copy_(x)
     found = made.run(routed, quantised("fp8_block128", given)).hidden_states
-    assert relative_error(found, expected("fp8_block128", given, routed)) < WANTED["fp8_block128"]
+    assert relative_error(found, wanted("fp8_block128", given, routed)) < WANTED["fp8_block128"]
 
 
 def test_nothing_is_packed_while_a_graph_is_captured_or_compiled(sglang, monkeypatch):
@@ -427,9 +394,8 @@ def test_mxfp4_that_is_refused_is_widened_by_sglang(sglang, caplog):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("top_k", [None, 1, 2])
-def test_mxfp4_with_the_routers_weights_on_input(sglang, bias, top_k, monkeypatch, caplog):
+def test_mxfp4_with_the_routers_weights_on_input(sglang, bias, top_k, packs_for_hopper, caplog):
     name_envoi()
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
     method, (layer, given) = mxfp4_method(apply_router_weight_on_input=True, top_k=top_k), mxfp4_layer()
     if not bias:
         del layer.w13_weight_bias, layer.w2_weight_bias
@@ -450,9 +416,8 @@ def failing(at: int) -> Any:
     return values_to_fragments
 
 
-def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, caplog):
+def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, caplog, packs_for_hopper):
     name_envoi()
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
     method, (layer, given) = mxfp4_method(), mxfp4_layer()
     with monkeypatch.context() as now:
         now.setattr(fragments, "_values_to_fragments", failing(at=0))
@@ -467,9 +432,8 @@ def test_mxfp4_that_cannot_be_packed_is_widened_by_sglang(sglang, monkeypatch, c
 
 
 @pytest.mark.parametrize("at", [1, 4], ids=["gate_up", "down"])
-def test_mxfp4_reordered_in_part_is_an_error(sglang, monkeypatch, at):
+def test_mxfp4_reordered_in_part_is_an_error(sglang, monkeypatch, at, packs_for_hopper):
     name_envoi()
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
     monkeypatch.setattr(fragments, "_values_to_fragments", failing(at))
     method, (layer, given) = mxfp4_method(), mxfp4_layer()
     with pytest.raises(torch.OutOfMemoryError, match="no memory for a copy"):

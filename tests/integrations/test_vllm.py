@@ -1,11 +1,7 @@
 """vLLM's integration without vLLM: on stand-ins that have the recorded names of each supported release."""
 
-import importlib
 import inspect
 import logging
-import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +10,13 @@ import torch
 
 import envoi
 import envoi.integrations.vllm as integration
-from envoi.integrations import engines, lines, names
+from envoi.integrations import engines, names
 from envoi.integrations.vllm import experts, loading, select
 from envoi.integrations.vllm.used import ALL, EXCHANGE, EXPERTS, ROUTE, SELECTORS
 from tests.helpers import fresh
 from tests.helpers.accuracy import relative_error
-from tests.integrations.stand_ins import OWN, RECORD, function, modules
-from tests.integrations.test_engines import E, H, I, dense, tensors
+from tests.integrations.stand_ins import OWN, RECORD, function, install, modules
+from tests.integrations.test_engines import E, H, I, expected, tensors
 from tools.engines.facts import RELEASES, problems
 
 VLLM = [f"vllm {release}" for release in RELEASES["vllm"]]
@@ -36,15 +32,9 @@ KEYS = {
 
 @pytest.fixture(params=VLLM)
 def vllm(request, monkeypatch):
-    """Put a release's stand-ins in vLLM's place, with Envoi switched on, on what stands for a Hopper GPU."""
+    """Put a release's stand-ins in vLLM's place."""
     found = modules(RECORD[request.param], ALL)
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("ENVOI_VLLM", "1")
-    monkeypatch.setattr(integration, "_done", False)
-    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
-    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(lines, "_said", set())
+    install(monkeypatch, found, integration, "ENVOI_VLLM")
     experts.experts_class.cache_clear()
     yield found
     experts.experts_class.cache_clear()
@@ -97,23 +87,6 @@ def test_nothing_happens_unless_it_is_asked_for():
         "print([x for x in ('vllm', 'envoi.ops.moe.kernels', 'envoi.integrations.vllm.select') if x in sys.modules])"
     )
     assert found.stdout.strip() == "[]", found
-
-
-def test_the_package_names_the_entry_point():
-    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    (found,) = re.findall(r'\[project\.entry-points\."vllm\.general_plugins"\].*\nenvoi = "(.*):(.*)"', text)
-    assert getattr(importlib.import_module(found[0]), found[1]) is integration.register
-
-
-def test_without_vllm_a_line_says_so():
-    found = fresh.run(
-        "import logging, os, sys\n"
-        "os.environ['ENVOI_VLLM'] = '1'\n"
-        "logging.basicConfig(stream=sys.stdout)\n"
-        "from envoi.integrations.vllm import register\n"
-        "register()"
-    )
-    assert found.stdout.count("Envoi runs no MoE layers: MovedError: there is no vllm.") == 1, found
 
 
 @pytest.mark.parametrize("used", ALL, ids=str)
@@ -288,17 +261,11 @@ def called(layer: Any, given: dict[str, Any], x: torch.Tensor, ids: torch.Tensor
 @pytest.mark.parametrize("format", KEYS)
 def test_a_layer_computes_what_its_weights_mean(vllm, format):
     given = tensors(format)
-    gate_up, down = dense(format, given)
     x = torch.randn(6, H, generator=torch.Generator().manual_seed(5)).bfloat16()
     ids = torch.tensor([[0, 3], [1, 2], [3, 2], [0, 1], [2, -1], [1, 0]], dtype=torch.int32)
     layer = made(vllm, format, given)
     assert layer.expects_unquantized_inputs
-    want = torch.zeros(6, H, dtype=torch.float64)
-    for token, slots in enumerate(ids.tolist()):
-        for e in slots:
-            if e >= 0:
-                gate, up = (gate_up[e] @ x[token].double()).chunk(2)
-                want[token] += 0.5 * (down[e] @ (torch.nn.functional.silu(gate) * up))
+    want = expected(format, given, x, ids)
     assert relative_error(called(layer, given, x, ids), want) < (
         0.008 if format in ("bf16", "mxfp4", "nvfp4") else 0.08
     )
@@ -348,8 +315,7 @@ def test_a_layer_is_packed_when_its_weights_are_processed(vllm, format):
     assert found.packed.format == format and found.own is None and not found.works
 
 
-def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, monkeypatch):
-    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, packs_for_hopper):
     given = tensors("mxfp4")
     layer = processed(vllm, "mxfp4", given)
     want = called(kernel(layer), given, X, IDS)
@@ -389,8 +355,7 @@ def with_biases(format: str, seed: int = 0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("keeps", [False, True], ids=["new kernel", "kernel kept"])
 @pytest.mark.parametrize("moved", [False, True], ids=["in place", "by layers"])
 @pytest.mark.parametrize("format", KEYS)
-def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, keeps, monkeypatch):
-    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
+def test_weights_that_are_loaded_anew_go_into_the_same_memory(vllm, format, moved, keeps, packs_for_hopper):
     given, fresh = with_biases(format), with_biases(format, seed=9)
     copies = {name: y.clone() for name, y in fresh.items()}
     want = called(kernel(processed(vllm, format, copies, has_bias="down_bias" in given)), copies, X, IDS)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from envoi.experts import pack
 from envoi.integrations.vllm import balance, loading, select
 from envoi.ops.moe.op import tensors_of
 from tests.helpers.ranks import run_ranks
+from tests.integrations import agreeing
 from tests.integrations.test_engines import E
 from tests.integrations.test_vllm import (  # noqa: F401  # a fixture
     IDS,
@@ -113,25 +113,8 @@ def test_a_rank_that_cant_pack_says_so_to_the_others(vllm, alone, monkeypatch): 
     assert [form for form, _ in said] == [None] and "ValueError: out of memory" in said[0][1]
 
 
-def agree(rank: int, num_ranks: int) -> list[str]:
-    """Return what ranks are told that agree; of which the last can't pack; of which it packs in another form."""
-    gate_up, down = torch.zeros(2, 64, 32).bfloat16(), torch.zeros(2, 32, 32).bfloat16()
-    packed, other = pack(gate_up, down), pack(gate_up, down, "mxfp8")
-    is_last, said = rank == num_ranks - 1, []
-    for mine, failure in (
-        (packed, None), (None if is_last else packed, ValueError("no room") if is_last else None),
-        (other if is_last else packed, None),
-    ):  # fmt: skip
-        try:
-            balance.expect_agreement(mine, failure, dist.group.WORLD)
-            said.append("")
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error).partition(";")[0])
-    return said
-
-
 def test_ranks_agree_or_all_hear_why_not():
-    first, last = (outcome.value for outcome in run_ranks(2, agree))
+    first, last = (outcome.value for outcome in run_ranks(2, agreeing.agree))
     orders = "Envoi keeps the experts of ranks in different orders, and load balancing would move them: start with "
     assert first == ["", "Envoi can't pack the experts of rank 1 of 2: ValueError: no room", f"{orders}ENVOI_VLLM=0"]
     assert last == ["", "no room", f"{orders}ENVOI_VLLM=0"]

@@ -1,7 +1,6 @@
 """Tokens of vLLM's data-parallel ranks exchanged by Envoi, without vLLM and without other ranks."""
 
 import logging
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 
 import envoi
 import envoi.integrations.vllm as integration
-from envoi.integrations import engines, lines
+from envoi.integrations import engines
 from envoi.integrations.vllm import exchange, experts, loading
 from envoi.integrations.vllm.used import ALL, EXCHANGE
-from tests.integrations.stand_ins import OWN, RECORD, modules
+from tests.integrations.stand_ins import OWN, RECORD, install, modules
 from tests.integrations.test_engines import E, H, tensors
 from tests.integrations.test_vllm import VLLM, called, fail, giving_way, made
 
@@ -49,8 +48,7 @@ class Exchange:
 @pytest.fixture(params=VLLM)
 def vllm(request, monkeypatch):
     found: dict[str, Any] = modules(RECORD[request.param], (*ALL, *EXCHANGE))
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch, found, integration, "ENVOI_VLLM", "ENVOI_VLLM_EP")
     group = SimpleNamespace(device_group="ranks")
     found["vllm.distributed.parallel_state"].get_ep_group = lambda: group
     settings = SimpleNamespace(
@@ -60,12 +58,6 @@ def vllm(request, monkeypatch):
     )
     found["vllm.config"].get_current_vllm_config_or_none = lambda: settings
     found["vllm"].settings = settings
-    for name in ("ENVOI_VLLM", "ENVOI_VLLM_EP"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(integration, "_done", False)
-    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
-    monkeypatch.setattr(engines, "why_unbuilt", lambda layer, max_tokens: "")
-    monkeypatch.setattr(lines, "_said", set())
     monkeypatch.setattr(experts, "_warm", set())
     monkeypatch.setattr(exchange, "_late", [])
     monkeypatch.setattr(envoi, "ExpertParallel", Exchange)

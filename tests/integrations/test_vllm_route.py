@@ -1,7 +1,6 @@
 """vLLM's gates on envoi.route without vLLM: a runner and routers that have what is relied on."""
 
 import logging
-import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -10,12 +9,12 @@ import torch
 
 import envoi
 import envoi.integrations.vllm as integration
-from envoi.integrations import engines, lines, names
+from envoi.integrations import engines, names
 from envoi.integrations.vllm import experts
 from envoi.integrations.vllm.route import SKIP_PADDING
 from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, ROUTERS
 from tests.helpers.accuracy import assert_same_bits
-from tests.integrations.stand_ins import RECORD, modules
+from tests.integrations.stand_ins import RECORD, install, modules
 from tests.integrations.test_vllm import VLLM
 
 N, H, K = 16, 64, 4
@@ -65,8 +64,7 @@ class Gate(torch.nn.Module):
 @pytest.fixture(params=VLLM)
 def vllm(request, monkeypatch):
     found: dict[str, Any] = modules(RECORD[request.param], (*ALL, *ROUTE))
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch, found, integration, "ENVOI_VLLM", "ENVOI_VLLM_ROUTE")
     monkeypatch.setattr(Pluggable, "replaced", {})
     found["vllm.model_executor.custom_op"].PluggableLayer = Pluggable
     found["vllm.envs"].environment_variables = {SKIP_PADDING: lambda: True}
@@ -75,13 +73,8 @@ def vllm(request, monkeypatch):
     found["vllm.forward_context"].is_forward_context_available = lambda: bool(steps)
     found["vllm.forward_context"].get_forward_context = lambda: steps[-1]
     found[RUNNER].MoERunner = type("MoERunner", (Runner,), {})
-    for name in ("ENVOI_VLLM", "ENVOI_VLLM_ROUTE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(integration, "_done", False)
-    monkeypatch.setattr(engines, "_why_not_here", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(engines, "_remembered", lambda key, build: "")
-    monkeypatch.setattr(lines, "_said", set())
     return found
 
 

@@ -34,7 +34,7 @@ L2_SENT = "gemm-sm90-experts-l2-sent-fp8-block128"
 # Bytes a thread that measured configs spill, each once a tile: those that don't are slower.
 SPILLED = {
     # Values of the tile's corner, beside 256 accumulators; by eight warps, without spills, 1.02 of the time on an H200.
-    "gemm-sm90-tuned-132sm-8192x8192x8192-2B-tma-side": 24,
+    "gemm-sm90-tuned-132sm-8192x8192x8192-2B-tma-side": 24
 }
 
 

@@ -1,7 +1,5 @@
 """Activations of experts beside SwiGLU: GeGLU, and experts without a gate."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -53,8 +51,7 @@ def test_experts_without_a_gate_have_up_alone(format, activation):
 
 
 @pytest.mark.parametrize(("format", "order"), [("mxfp4", "fragments"), ("mxfp4_fp8", "fp8_fragments")])
-def test_kernels_for_few_tokens_have_two_activations(monkeypatch, format, order):
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
+def test_kernels_for_few_tokens_have_two_activations(packs_for_hopper, format, order):
     for activation in ("swiglu", "swiglu_oai"):
         assert why_not_decode_mx(make(activation=activation).pack(format), 2) == ""
     for activation in ("geglu", "geglu_tanh", "silu", "relu2"):

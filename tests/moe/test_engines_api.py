@@ -164,12 +164,6 @@ def test_a_mapped_call_without_values():
     assert isinstance(found, FakeTensor) and found.shape == layer.tokens.shape and found.dtype == torch.bfloat16
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Pack as on a Hopper GPU, whose kernels read 4-bit weights in the order of its tensor cores."""
-    monkeypatch.setattr(packing, "implementation", lambda device: "hopper")
-
-
 def mxfp4(E: int = 3, H: int = 128, I: int = 64, seed: int = 0) -> tuple[torch.Tensor, ...]:  # noqa: E741
     return (
         pairs(E, 2 * I, H // 2, seed=seed), pairs(E, H, I // 2, seed=seed + 1),
@@ -189,7 +183,7 @@ def assert_equal_experts(x: ExpertWeights, y: ExpertWeights) -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp4_fp8"])
 @pytest.mark.parametrize("layout", ["interleaved", "concat"])
-def test_weights_in_place_are_held_once(hopper, layout, format):
+def test_weights_in_place_are_held_once(packs_for_hopper, layout, format):
     gate_up, down, gate_up_sf, down_sf = mxfp4()
     options = {"format": format, "gate_up_layout": layout}
     want = packing.pack(gate_up, down, gate_up_sf=gate_up_sf, down_sf=down_sf, **options)
@@ -205,7 +199,7 @@ def test_weights_in_place_are_held_once(hopper, layout, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ["swiglu_oai", "relu2"])
-def test_a_refit_changes_the_numbers_alone(hopper, format, activation):
+def test_a_refit_changes_the_numbers_alone(packs_for_hopper, format, activation):
     first, second = (make(bias=True, activation=activation, seed=seed) for seed in (0, 1))
     if has_gate(activation):  # not the default, so that it is kept
         first.limit = second.limit = 3.0
@@ -218,7 +212,7 @@ def test_a_refit_changes_the_numbers_alone(hopper, format, activation):
     assert_same_bits(envoi.moe(first.tokens, first.routing, experts), envoi.moe(first.tokens, first.routing, want))
 
 
-def test_a_refit_from_the_memory_that_is_packed(hopper):
+def test_a_refit_from_the_memory_that_is_packed(packs_for_hopper):
     """An engine that loads anew writes rows where the fragments are."""
     memory = mxfp4()
     experts = packing.pack(*memory[:2], gate_up_sf=memory[2], down_sf=memory[3], in_place=True)
@@ -238,7 +232,7 @@ def test_a_refit_of_views_copies_nothing():
     assert isinstance(experts.gate_up, torch.Tensor) and experts.gate_up.data_ptr() == layer.gate_up.data_ptr()
 
 
-def test_a_refit_is_refused_before_anything_is_written(hopper):
+def test_a_refit_is_refused_before_anything_is_written(packs_for_hopper):
     gate_up, down, gate_up_sf, down_sf = mxfp4()
     experts = packing.pack(gate_up, down, gate_up_sf=gate_up_sf, down_sf=down_sf)
     before = [x.clone() for x in envoi.experts.state_dict(experts).values()]

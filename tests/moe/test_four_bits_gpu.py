@@ -334,7 +334,7 @@ def test_bits_where_every_sum_is_exact(kind, tile, K):
     want = torch.cat([tokens[:1].double() @ wide[0].T, tokens[1 : rows - 2].double() @ wide[2].T])
     there = to_fragments(weights)
     config = fitted(config_of(*tile, K, E, widened="int4" if int4 else "nvfp4", int4=few.form_of(there)))
-    (got,) = many.run(tokens, there, offsets, store.ir, torch.float32, {}, EXPERTS_ROWS, config)
+    (got,) = many.run_gemm(tokens, there, offsets, store.ir, torch.float32, {}, EXPERTS_ROWS, config)
     assert_same_bits(got[: rows - 2], want.float())
 
 

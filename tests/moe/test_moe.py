@@ -1,4 +1,4 @@
-"""Function `envoi.moe` on one rank: accuracy, hostile routing, bits, compilation, refusals."""
+"""Function `envoi.moe` on one rank: accuracy, bits, compilation, refusals."""
 
 from dataclasses import replace
 from itertools import product
@@ -11,7 +11,7 @@ from envoi.ops.moe.op import flatten
 from envoi.ops.moe.router import route
 from envoi.quant import FORMATS
 from envoi.types import Routing
-from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import Layer, eager_bf16, make
 from tools.oracles.moe import moe_oracle
@@ -38,21 +38,6 @@ def oracle(layer: Layer, format: str) -> torch.Tensor:
 def test_bf16_is_as_good_as_torchs(kind):
     layer = make(**KINDS[kind])
     assert_at_most_twice(run(layer), eager_bf16(layer), oracle(layer, "bf16"))
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_hostile_routing(format):
-    layer = make(tokens=40, experts=6, k=4)
-    m, k, n = 40, 4, 6
-    skewed = torch.multinomial(1 / torch.arange(1.0, n + 1), m * k, replacement=True).view(m, k).to(torch.int32)
-    for ids in (
-        torch.full((m, k), -1, dtype=torch.int32),
-        torch.full((m, k), 3, dtype=torch.int32),  # one expert, and four times in a token
-        skewed,
-        torch.arange(m * k, dtype=torch.int32).view(m, k) % 2,  # four experts without a token
-    ):
-        other = replace(layer, routing=replace(layer.routing, topk_ids=ids))
-        assert relative_error(run(other, format), oracle(other, format)) < BOUNDS[format]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -34,8 +34,7 @@ def test_launches_of_a_layer_start_early(format):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "sorting"),
-    [(1024, {"sort_kernel": True}), (4096, {"count_kernel": False, "place_kernel": False})],
+    ("num_tokens", "sorting"), [(1024, {"sort_kernel": True}), (4096, {"count_kernel": False, "place_kernel": False})]
 )
 def test_gemms_whose_experts_have_several_tiles_start_together(num_tokens, sorting):
     early = {x.kernel.fn.__name__: bool(x.options.get("launch_pdl")) for x in launches("bf16", num_tokens)}

@@ -1,7 +1,6 @@
 """Users' own activations of experts: functions of gate and up, or of up, in every format; as text; refused."""
 
 import copy
-import importlib
 from itertools import product
 
 import pytest
@@ -143,10 +142,9 @@ def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
     return {next(place for place, name in enumerate(names) if any(part in name for part in of_gemms))}
 
 
-def test_kernels_for_few_tokens_leave_it_to_the_others(monkeypatch):
+def test_kernels_for_few_tokens_leave_it_to_the_others(packs_for_hopper):
     from envoi.ops.moe.choose import why_not_decode_mx
 
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     packed = layer_of("reglu").pack("mxfp4")
     assert packed.order == "fragments"
     assert why_not_decode_mx(packed, 1) == "the activation"

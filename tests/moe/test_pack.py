@@ -1,6 +1,5 @@
 """Packing: layouts, formats, round trips, refusals."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -44,14 +43,8 @@ def test_round_trip(format, layout):
     assert torch.equal(got[3], down_bias)
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Weights are packed as for a Hopper GPU."""
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
-
-
 @pytest.mark.parametrize(("hidden", "intermediate", "order"), [(256, 128, "fragments"), (256, 96, "rows")])
-def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermediate, order, hopper):
+def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermediate, order, packs_for_hopper):
     gate_up, down = weights(hidden, intermediate)
     assert pack(gate_up, down, "mxfp4").order == order
     assert pack(gate_up, down, "mxfp4_fp8").order == order.replace("fragments", "fp8_fragments")
@@ -65,7 +58,7 @@ def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermed
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4_mxfp8"])
-def test_a_hopper_gpu_reads_factors_where_they_are(format, hopper):
+def test_a_hopper_gpu_reads_factors_where_they_are(format, packs_for_hopper):
     gate_up, down = weights(256, 384)  # 8 and 12 factors a row
     packed = pack(gate_up, down, format)
     for weight, given in ((packed.gate_up, interleave_gate_up(gate_up)), (packed.down, down)):
@@ -74,7 +67,7 @@ def test_a_hopper_gpu_reads_factors_where_they_are(format, hopper):
         assert_same_bits(weight.sf.view(torch.uint8), want.sf.view(torch.uint8))
 
 
-def test_rows_of_factors_too_far_apart_stay_by_rows(hopper):
+def test_rows_of_factors_too_far_apart_stay_by_rows(packs_for_hopper):
     gate_up, down = weights(256, 128)
     gate_up[0, 3, :32] *= 2.0**-20
     packed = pack(gate_up, down, "mxfp4_fp8")
@@ -82,7 +75,7 @@ def test_rows_of_factors_too_far_apart_stay_by_rows(hopper):
 
 
 @pytest.mark.parametrize(("format", "order"), [("mxfp4", "fragments"), ("mxfp4_fp8", "fp8_fragments")])
-def test_the_order_changes_no_number_and_no_result(format, order, hopper):
+def test_the_order_changes_no_number_and_no_result(format, order, packs_for_hopper):
     layer = make(tokens=9)
     packed = layer.pack(format)
     by_rows = replace(packed, gate_up=to_rows(packed.gate_up), down=to_rows(packed.down))

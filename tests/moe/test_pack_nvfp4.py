@@ -1,7 +1,5 @@
 """Packing of NVFP4 weights as checkpoints store them, with a scale for a matrix: every number kept, or refused."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -48,12 +46,6 @@ def packed(scale="gate and up", **options):
     )  # fmt: skip
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Weights are packed as for a Hopper GPU."""
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
-
-
 def check(experts, scale):
     got = unpack(experts, "concat", torch.float64)
     assert torch.equal(got[0], meant(GATE_UP, SCALES[scale]))
@@ -75,7 +67,7 @@ def test_every_number_is_kept(scale):
 
 
 @pytest.mark.parametrize("scale", ["none", "gate and up"])
-def test_the_order_for_hopper_does_not_write_to_the_checkpoint(scale, hopper):
+def test_the_order_for_hopper_does_not_write_to_the_checkpoint(scale, packs_for_hopper):
     before = [x.clone() for x in (*GATE_UP, *DOWN)]
     experts = packed(scale)
     assert experts.order == "fragments"

@@ -1,6 +1,5 @@
 """Packing of weights that are quantised already: every number kept, or refused."""
 
-import importlib
 import itertools
 
 import pytest
@@ -188,7 +187,7 @@ def test_zero_factors_and_nan_weights_are_kept():
 
 @pytest.mark.parametrize("kernels", ["torch", "hopper"])
 def test_rows_that_are_parts_of_longer_ones(kernels, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: kernels)
+    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: kernels)
     gate_up, down, *groups = STORED["mxfp4"]
     longer = [torch.cat((x, x), dim=2)[:, :, : x.shape[2]] for x in (gate_up[0], down[0])]
     before = [x.clone() for x in (gate_up[1], down[1])]
@@ -216,13 +215,7 @@ def test_other_formats_are_refused_or_rounded(stored, format):
     assert relative_error(got[1], meaning(*down, groups[1])) < bound
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Weights are packed as for a Hopper GPU."""
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
-
-
-def test_down_is_shared(hopper):
+def test_down_is_shared(packs_for_hopper):
     for format in ("fp8_row", "fp8_block128", "mxfp8"):
         gate_up, down, *_ = STORED[format]
         packed = pack(gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout="interleaved")
@@ -231,7 +224,7 @@ def test_down_is_shared(hopper):
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
-def test_the_order_for_hopper_does_not_write_to_the_checkpoint(layout, hopper):
+def test_the_order_for_hopper_does_not_write_to_the_checkpoint(layout, packs_for_hopper):
     gate_up, down, *groups = STORED["mxfp4"]
     before = [x.clone() for x in (*gate_up, *down)]
     packed = pack(gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout=layout)

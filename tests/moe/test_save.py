@@ -1,6 +1,5 @@
 """Packed experts moved, mapped, saved, loaded, and in state dicts."""
 
-import importlib
 import json
 
 import pytest
@@ -83,7 +82,7 @@ def test_weights_packed_on_a_cpu_get_the_order_of_the_gpu_they_move_to(monkeypat
     packed = PLAIN.pack("mxfp4")
     before = packed.gate_up.values.clone()
     envoi.experts.save(packed, tmp_path / "x")
-    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr("envoi.ops.moe.packing.implementation", lambda device: "hopper")
     want = PLAIN.pack("mxfp4")
     assert (packed.order, want.order) == ("rows", "fragments")
     assert same(packed.to("cpu"), want)

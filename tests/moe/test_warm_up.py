@@ -125,24 +125,29 @@ def test_no_call_across_ranks_does(launched, format, presum, results):
     layer, k = drawn_layer(draw, format, experts=8)
     most, rank, ends = draw.randint(1, 300), draw.randint(0, 3), [0, 2, 4, 6, 8]
     layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum, results)
-    experts = layer.pack(format, ends[rank], ends[rank + 1])
-    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts))
+    launched_by(launched, layout, k, rank, ends, layer.pack(format, ends[rank], ends[rank + 1]))
+
+
+def launched_by(launched, layout, k, rank, ends, experts, hosts=(), num_experts=None, placed=None) -> None:
+    """Run a rank's layer with many numbers of tokens; all that it launches has to be among what was compiled."""
+    cpu, most = torch.device("cpu"), layout.max_tokens
+    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts, num_experts)
     known = compiled([call], most, least=0)
-    domain = allocate(layout, rank, ends, 10.0, torch.device("cpu"), shared=False)
-    launched_by(launched, known, most, k, lambda *given: OnDevice(domain).run_layer(*given, experts), layout.hidden)
-
-
-def launched_by(launched, known, most, k, run, hidden) -> None:
-    """Run a layer with many numbers of tokens; all that it launches has to be among what was compiled."""
+    if hosts:
+        grid = Grid.of(hosts)
+        owner = open_rail(HostsLayout(layout, grid.grid.shape[1]), grid, rank, ends, 10.0, cpu, shared=False)
+    else:
+        owner = allocate(layout, rank, ends, 10.0, cpu, shared=False)
     draw = random.Random(most)
     for num_tokens in [0, 1, 1, 1, most, *(draw.randint(0, most) for _ in range(20))]:
-        tokens = any_form(draw, torch.zeros(num_tokens, hidden).bfloat16())
+        tokens = any_form(draw, torch.zeros(num_tokens, layout.hidden).bfloat16())
         weights, ids = (any_form(draw, torch.zeros(num_tokens, k, dtype=t)) for t in (torch.float32, torch.int32))
         slots = draw.randint(1, k)
         rows = compiled_form(tokens, weights[:, :slots], ids[:, :slots], k)
         launched.clear()
-        run(*rows)
+        OnDevice(owner).run_layer(*rows, experts, placed)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
+    assert placed is None or any(kernel == "place_kernel" for _, kernel, _ in known)
 
 
 def any_form(draw: random.Random, x: torch.Tensor) -> torch.Tensor:
@@ -179,54 +184,34 @@ def test_no_call_around_collectives_does(launched, format, presum, hosts):
     draw = random.Random(f"{format} {presum} {hosts}")
     layer, k = drawn_layer(draw, format, experts=8)
     most, rank, ends = draw.randint(1, 200), draw.randint(0, 3), [0, 2, 4, 6, 8]
-    layout, hosts = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum), tuple(hosts)
-    experts, cpu = layer.pack(format, ends[rank], ends[rank + 1]), torch.device("cpu")
-    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts)
-    known = compiled([call], most, least=0)
-    grid = Grid.of(hosts)
-    owner = open_rail(HostsLayout(layout, grid.grid.shape[1]), grid, rank, ends, 10.0, cpu, shared=False)
-    launched_by(launched, known, most, k, lambda *given: OnDevice(owner).run_layer(*given, experts), layout.hidden)
+    layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum)
+    launched_by(launched, layout, k, rank, ends, layer.pack(format, ends[rank], ends[rank + 1]), tuple(hosts))
 
 
-@pytest.mark.parametrize("hosts", [(), tuple("aabb")], ids=["memory", "hosts"])
+ON_HOSTS = pytest.mark.parametrize("hosts", [(), tuple("aabb")], ids=["memory", "hosts"])
+
+
+@ON_HOSTS
 @pytest.mark.parametrize("num_experts", [1, 7, 16])
 def test_no_call_with_a_placement_does(launched, num_experts, hosts):
     layer, k = drawn_layer(random.Random(num_experts), "bf16", experts=16, tokens=1)
-    most, rank, ends = 40, 2, [0, 3, 8, 12, 16]
-    layout = SharedLayout(4, 16, most, k, layer.tokens.shape[1], "bf16")
-    experts, cpu = layer.pack("bf16", ends[rank], ends[rank + 1]), torch.device("cpu")
-    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts, num_experts)
-    known = compiled([call], most, least=0)
-    if hosts:
-        grid = Grid.of(hosts)
-        owner = open_rail(HostsLayout(layout, 2), grid, rank, ends, 10.0, cpu, shared=False)
-    else:
-        owner = allocate(layout, rank, ends, 10.0, cpu, shared=False)
-    placed = Placed.on(cpu, [p % num_experts for p in range(16)], num_experts, rank)
-    run = lambda *given: OnDevice(owner).run_layer(*given, experts, placed)  # noqa: E731
-    launched_by(launched, known, most, k, run, layout.hidden)
-    assert any(kernel == "place_kernel" for _, kernel, _ in known)
+    rank, ends = 2, [0, 3, 8, 12, 16]
+    layout = SharedLayout(4, 16, 40, k, layer.tokens.shape[1], "bf16")
+    placed = Placed.on(torch.device("cpu"), [p % num_experts for p in range(16)], num_experts, rank)
+    experts = layer.pack("bf16", ends[rank], ends[rank + 1])
+    launched_by(launched, layout, k, rank, ends, experts, hosts, num_experts, placed)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("hosts", [(), tuple("aabb")], ids=["memory", "hosts"])
+@ON_HOSTS
 def test_no_call_with_shared_experts_does(launched, hosts, gated):
     layer, k = drawn_layer(random.Random(gated), "bf16", experts=16, tokens=1)
-    most, rank, ends, hidden = 40, 2, [0, 3, 8, 12, 16], layer.tokens.shape[1]
-    layout, cpu = SharedLayout(4, 16, most, k + 2, hidden, "bf16"), torch.device("cpu")
+    rank, ends, hidden = 2, [0, 3, 8, 12, 16], layer.tokens.shape[1]
     gate = torch.ones(hidden) if gated else None
     experts = replace(layer.pack("bf16", ends[rank], ends[rank + 1]), num_shared=2, shared_gate=gate)
-    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), hosts, 8)
-    known = compiled([call], most, least=0)
-    if hosts:
-        owner = open_rail(HostsLayout(layout, 2), Grid.of(hosts), rank, ends, 10.0, cpu, shared=False)
-    else:
-        owner = allocate(layout, rank, ends, 10.0, cpu, shared=False)
     shared = {"first_shared": ends[rank + 1] - 2, "num_shared": 2, "shared_gate": gate}
-    placed = Placed.on(cpu, with_shared(None, ends, 2), 8, rank, **shared)
-    run = lambda *given: OnDevice(owner).run_layer(*given, experts, placed)  # noqa: E731
-    launched_by(launched, known, most, k, run, hidden)
-    assert any(kernel == "place_kernel" for _, kernel, _ in known)
+    placed = Placed.on(torch.device("cpu"), with_shared(None, ends, 2), 8, rank, **shared)
+    launched_by(launched, SharedLayout(4, 16, 40, k + 2, hidden, "bf16"), k, rank, ends, experts, hosts, 8, placed)
 
 
 @pytest.mark.parametrize("format", mostly_slow(FORMATS, ["bf16", "fp8_block128", "mxfp4"]))

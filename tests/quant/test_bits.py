@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from envoi.quant.bits import (
-    as_bytes,
-    concatenate,
-    pack_nibbles,
-    unpack_nibbles,
-)
+from envoi.quant.bits import as_bytes, concatenate, pack_nibbles, unpack_nibbles
 
 
 def test_even_columns_lie_in_the_low_nibble():

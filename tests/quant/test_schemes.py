@@ -16,12 +16,7 @@ def test_other_dtypes_strides_and_leading_sides_change_nothing(name):
     x = torch.randn(130, 256, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     want = quantize(x, name)
     before = x.clone()
-    for other in (
-        x.bfloat16(),
-        x.double(),
-        x.T.contiguous().T,
-        x[None].expand(1, -1, -1)[0],
-    ):
+    for other in (x.bfloat16(), x.double(), x.T.contiguous().T, x[None].expand(1, -1, -1)[0]):
         got = quantize(other, name)
         assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
         assert_same_bits(got.sf.float(), want.sf.float())

@@ -50,7 +50,7 @@ def call_of(
     )
     operands = operands_of(ir, M, N, (), _dtype_of)
     return Call(
-        a, b, code, tuple(operands.values()), tuple(operands), empty_outputs(ir, code.output_specs, M, N, a.device),
+        a, b, code, tuple(operands.values()), tuple(operands), empty_outputs(ir, BF16, M, N, a.device),
         without_memory((num_experts + 1,), torch.int32) if num_experts else None,
         _factors(config.sf_group, sizes, num_experts) if config.sf_group else None,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class IntegerExperts:
         self.shards, self.named, self.stored, self.ids = shards, named, stored, ids
         self.hidden, self.intermediate = self._sizes(why)
         for expert in ids:
-            for projection in (*named.inputs, named.down):
+            for projection in named.projections:
                 self._check(expert, projection, why)
         parts = {stored.weight, stored.factors, stored.zeros, "g_idx" if stored.writer == "gptq" else ""}
         check_beside(shards.file_of, named, parts - {""})
@@ -72,7 +72,7 @@ class IntegerExperts:
         if self.stored.writer == "compressed-tensors":
             values = tensor("weight_packed").contiguous().view(torch.uint8)  # little-endian: pairs as they have to be
             zeros = nibbles(tensor(self.stored.zeros).T).T if self.stored.zeros else None
-            return values, sf.reshape(self._rows_of_groups(projection)), zeros
+            return values, sf.reshape(self.shape(projection)[0], self.groups(projection)), zeros
         self._check_order(expert, projection)
         if self.stored.writer == "awq":
             codes, points = awq_columns(tensor("qweight")).T, awq_columns(tensor("qzeros"))
@@ -90,9 +90,6 @@ class IntegerExperts:
         if self.stored.writer == "compressed-tensors":
             return shape[1] * PER_WORD, shape[0]
         return (shape[0], shape[1] * PER_WORD) if self.stored.writer == "awq" else (shape[0] * PER_WORD, shape[1])
-
-    def _rows_of_groups(self, projection: str) -> tuple[int, int]:
-        return self.shape(projection)[0], self.groups(projection)
 
     def _check(self, expert: int, projection: str, why: str) -> None:
         (N, K), G, stored = self.shape(projection), self.groups(projection), self.stored

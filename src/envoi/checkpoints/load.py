@@ -89,17 +89,13 @@ def load_layer(
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:
-        tensors = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
+        tensors = read(shards, config, named, ids, count, device, lambda e: bar.step(f"layer {layer}, expert {e}"))
     # Separate ones are read so.
     layout = "concat" if isinstance(named, Separate) else config.gate_up_layout(named.gate_up)
     return pack(
         **tensors._asdict(), format=format, gate_up_layout=layout, activation=config.activation,
         swiglu_limit=config.swiglu_limit, requantize=requantize,
     )  # fmt: skip
-
-
-def _label(layer: int, expert: int) -> str:
-    return f"layer {layer}, expert {expert}"
 
 
 def _count(shards: Shards, named: Separate | Stacked) -> int:

@@ -56,6 +56,11 @@ class Separate:
         """Projections of the experts' input: gate and up, or up alone."""
         return (self.gate, self.up) if self.gate else (self.up,)
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """All of them, down last."""
+        return *self.inputs, self.down
+
     def name(self, expert: int, projection: str, part: str) -> str:
         """Return the name of a tensor of an expert: its weight, or its factors."""
         return f"{self.base}{expert}.{projection}.{part}"
@@ -125,7 +130,7 @@ def _foreign_separate(name: str, named: Separate, parts: Collection[str]) -> boo
     if not expert.isdecimal():
         return expert not in ROUTERS
     projection, _, part = rest.partition(".")
-    return projection not in (*named.inputs, named.down) or not (part in parts or part in HARMLESS)
+    return projection not in named.projections or not (part in parts or part in HARMLESS)
 
 
 def _foreign_stacked(name: str, named: Stacked, names: Collection[str]) -> bool:

@@ -62,9 +62,6 @@ class Estimate:
         self.group = self.stored.groups[self.dtype] if self.stored and self.dtype not in FLOATS else None
         self._check()
 
-    def _projections(self) -> tuple[str, ...]:
-        return *self.named.inputs, self.named.down
-
     def _part(self) -> str:
         """Return the last part of the weights' names: quantised ones may have another, if this layer is quantised."""
         parts = (self.stored.weight if self.stored else "weight", "weight", "weight_packed")
@@ -95,7 +92,7 @@ class Estimate:
 
     def _check(self) -> None:
         for expert in self.ids:
-            for projection in self._projections():
+            for projection in self.named.projections:
                 rows, columns = self.shape(projection)
                 name = self.named.name(expert, projection, self.part)
                 self.shards.expect(name, (self.dtype,), ((rows, columns // self.per_byte),), self.why)
@@ -118,7 +115,7 @@ class Estimate:
         """Return the last parts of the names of all tensors that are read."""
         if self.stored is None or self.group is None:
             return {self.part}
-        each = [(expert, projection) for expert in self.ids or (0,) for projection in self._projections()]
+        each = [(expert, projection) for expert in self.ids or (0,) for projection in self.named.projections]
         factors = {self.factor(*one).removeprefix(self.named.name(*one, "")) for one in each}
         return {self.part, self.stored.scale, *factors}
 
@@ -130,8 +127,7 @@ def why_all(count: int) -> str:
 
 def stored_of(quantisation: Quantisation | None, named: Separate, ids: Sequence[int]) -> Stored | Integers | None:
     """Return how the experts `ids` are stored, None if they aren't quantised."""
-    projections = *named.inputs, named.down
-    return stored_as(quantisation, [named.name(e, p, "") for e in ids or (0,) for p in projections])
+    return stored_as(quantisation, [named.name(e, p, "") for e in ids or (0,) for p in named.projections])
 
 
 def stored_as(
@@ -178,7 +174,7 @@ def read_separate(
     for position, expert in enumerate(ids):
         step(expert)
         parts = (*values[0][position].split(intermediate), values[1][position])
-        for projection, rows in zip((*named.inputs, named.down), parts, strict=True):
+        for projection, rows in zip(named.projections, parts, strict=True):
             rows.copy_(shards.read(named.name(expert, projection, plan.part)))
     if plan.group is None:
         return Tensors(values[0], values[1])

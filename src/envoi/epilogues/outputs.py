@@ -161,13 +161,13 @@ def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, fr
 
 
 def empty_outputs(
-    ir: IR, specs: tuple[OutputSpec, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
+    ir: IR, out_dtype: torch.dtype, M: int, N: int, device: torch.device, to: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return an uninitialised tensor for each spec. to: addresses that rows are scattered to, returned instead."""
+    """Return an uninitialised tensor for each of `output_specs`. to: addresses that rows are scattered to, instead."""
     if to is not None:
         return [to]
     written: list[torch.Tensor] = []
-    for spec in specs:
+    for spec in output_specs(ir, out_dtype):
         divisor = ir.nodes[spec.position].shape.divisor
         written.append(torch.empty(spec.shape(M, N, divisor), dtype=spec.dtype, device=device))
     return written

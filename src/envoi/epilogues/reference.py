@@ -67,7 +67,7 @@ def widen(operand: Operand, value: torch.Tensor | float | None, acc: torch.Tenso
     return value.unsqueeze(0) if value.dim() == 1 else value
 
 
-def as_returned(node: Node, value: Output, offsets: torch.Tensor | None = None) -> Output:
+def as_returned(node: Node, value: Output, offsets: torch.Tensor | None) -> Output:
     """Return a value without the dimensions of size 1 that broadcasting needed."""
     if isinstance(value, QuantTensor):
         return value

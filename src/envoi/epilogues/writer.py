@@ -99,7 +99,7 @@ class Writer:
         shape = self.ir.nodes[position].shape
         return products and shape != node.shape and (shape.rows == "M" or shape.spans_columns)
 
-    def _arg(self, position: int, shape: Shape, is_apart: bool = False) -> str:
+    def _arg(self, position: int, shape: Shape, is_apart: bool) -> str:
         """Return the text of an earlier value, broadcast for an operation whose result has this shape."""
         node, name = self.ir.nodes[position], f"apart(v{position})" if is_apart else f"v{position}"
         if not (shape.rows == "M" and shape.spans_columns) or node.shape == shape:

@@ -69,11 +69,8 @@ class Step:
     @property
     def parts_us(self) -> dict[str, float]:
         """Times by resource."""
-        return dict(zip(RESOURCES, self._times_us, strict=True))
-
-    @property
-    def _times_us(self) -> tuple[float, ...]:
-        return self.compute_us, self.hbm_us, self.nvlink_us, self.network_us
+        times_us = self.compute_us, self.hbm_us, self.nvlink_us, self.network_us
+        return dict(zip(RESOURCES, times_us, strict=True))
 
     @property
     def bound_by(self) -> str:
@@ -83,7 +80,7 @@ class Step:
 
 
 def five_steps(
-    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, one_launch: bool = False
+    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, one_launch: bool
 ) -> tuple[Step, ...]:
     """Return router, dispatch, L1, L2, combine. one_launch: L1 and L2 are."""
     experts = _l1(layer, machine, l1), _l2(layer, machine, l2, presum)
@@ -278,7 +275,7 @@ def parcel_bytes(layer: MoeLayer) -> float:
 
 def steps_by_host(
     layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, network: Network, max_tokens: int,
-    one_launch: bool = False,
+    one_launch: bool,
 ) -> tuple[Step, ...]:  # fmt: skip
     """Return router, rail out, dispatch, L1, L2, combine, rail back. one_launch: L1 and L2 are."""
     router, _, first, second, _ = five_steps(layer, machine, l1, l2, False, one_launch)

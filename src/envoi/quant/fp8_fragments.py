@@ -56,11 +56,6 @@ def shifts_of(x: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(counts, shifts, shifts.clamp(LEAST_SHIFT, LARGEST_SHIFT)), reference
 
 
-def wide_rows(x: QuantTensor) -> torch.Tensor:
-    """Return which rows of MXFP4 weights [.., N, K] have factors that are too far apart: bool [.., N]."""
-    return (shifts_of(x)[0] < LEAST_SHIFT).any(-1)
-
-
 def why_not_fp8_fragments(x: QuantTensor) -> str:
     """Return why a QuantTensor [E, N, K] can't be put into this order; "" if it can.
 
@@ -73,7 +68,7 @@ def why_not_fp8_fragments(x: QuantTensor) -> str:
     if x.device.type == "meta":
         return ""
     for expert in range(x.shape[0]):
-        wide = wide_rows(_part(x, expert)).nonzero().flatten()
+        wide = (shifts_of(_part(x, expert))[0] < LEAST_SHIFT).any(-1).nonzero().flatten()
         if len(wide):
             row = int(wide[0])
             return f"{len(wide)} rows of expert {expert} have factors more than 2^{SPREAD} apart, first row {row}"

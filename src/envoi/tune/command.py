@@ -126,7 +126,7 @@ def measure_shape(
             wrong[config] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             continue
         want = got if want is None else want  # the default is the first
-        difference = _difference(got, want)
+        difference = max(problems.relative_error(a, b) for a, b in zip(got, want, strict=True))
         if difference > MAX_DIFFERENCE:
             wrong[config] = f"differs from the default's result by {difference:.1e}"
         else:
@@ -142,10 +142,6 @@ def _outputs(planned: Planned, config: Config, num_sms: int) -> list:
     host.launch_gemm(planned.call, config, num_sms)
     torch.cuda.synchronize()
     return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # a sample of the rows
-
-
-def _difference(got: list, want: list) -> float:
-    return max(problems.relative_error(a, b) for a, b in zip(got, want, strict=True))
 
 
 def winner(results: list[dict[Config, float]]) -> Config:

@@ -12,6 +12,8 @@ from envoi.ops.gemm.reference import accumulate_groups
 from envoi.ops.moe import permute as permute_kernels
 from envoi.ops.moe import reference
 from envoi.ops.moe.permute import gather_rows, map_ids, sort_slots
+from envoi.runtime.devices import Target
+from envoi.runtime.program import building
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.steps import (
@@ -118,11 +120,12 @@ def test_combine_adds_in_the_order_of_slots():
 
 
 def test_combine_keeps_no_rows_in_the_cache_where_they_are_many(monkeypatch):
-    launched = permute_kernels.combine_arguments(torch.zeros(6, 8), torch.zeros(2, 3), torch.zeros(2, 8))
-    assert launched.arguments[-3] == "evict_first"
-    monkeypatch.setattr(permute_kernels, "KEPT_BYTES", 6 * 8 * 2 - 1)
-    launched = permute_kernels.combine_arguments(torch.zeros(6, 8).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 8))
-    assert launched.arguments[-3] == ""
+    rows, slot_to_pos = torch.zeros(6, 8).bfloat16(), torch.zeros(2, 3, dtype=torch.int32)
+    with building(Target("cpu")) as builder:
+        permute_kernels.combine_rows(rows, slot_to_pos)
+        monkeypatch.setattr(permute_kernels, "KEPT_BYTES", 6 * 8 * 2 - 1)
+        permute_kernels.combine_rows(rows, slot_to_pos)
+    assert [launched.arguments[-3] for launched in builder.launches] == ["evict_first", ""]
     judge_combined(2, 8, 3)
 
 

@@ -6,7 +6,6 @@ import torch
 from envoi.ops.moe import moe, reference
 from envoi.types import ExpertRows, QuantTensor
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
@@ -20,12 +19,6 @@ WAYS = {
     "gathered+sums": SIZES | {"exchange": "gathered+sums"},
     "hosts": SIZES | {"exchange": "hosts", "hosts": ["a", "b"]},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_rank_as_many(monkeypatch):
-    """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    force(monkeypatch, decode_mx=False)
 
 
 def own_experts(sent, experts) -> torch.Tensor:

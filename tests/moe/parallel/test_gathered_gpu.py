@@ -42,14 +42,11 @@ from tests.moe.parallel.test_nvlink_gpu import (
     inputs_of,
     on_gpu,
     on_one_rank,
-    one_rank_as_many,
     summed_by_rank,
 )
 from tests.moe.parallel.test_nvlink_gpu import open_here as open_nvlink
 from tests.moe.parallel.test_ranks import all_cases
 from tools.kernel_cases import moe_parallel as kernels
-
-__all__ = ["one_rank_as_many"]
 
 WAYS = ("gathered", "hosts")
 

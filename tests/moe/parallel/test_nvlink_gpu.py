@@ -20,7 +20,6 @@ from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.choices import force
 from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
@@ -44,12 +43,6 @@ def on_gpu(layer, routing=None):
     layer = cases.to(layer, "cuda")
     r = routing or layer.routing
     return layer, Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
-
-
-@pytest.fixture(autouse=True)
-def one_rank_as_many(monkeypatch):
-    """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    force(monkeypatch, decode_mx=False)
 
 
 def on_one_rank(case: Case) -> torch.Tensor:

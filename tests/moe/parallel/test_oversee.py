@@ -19,7 +19,7 @@ from envoi.ops.moe.parallel.failure import LOST, PeerTimeout, Watch, oversee
 from envoi.ops.moe.parallel.store import Connection, Lookout
 from envoi.runtime.compiling import compiling
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 
 
 class Owner:
@@ -61,7 +61,7 @@ def test_a_rank_that_never_begins_is_named_within_the_timeout(ranks):
     assert ranks[0].ended.wait(TIMEOUT_S + 1)
     assert time.monotonic() - start < TIMEOUT_S + 1
     assert ranks[0].watch.failure.ranks == [1]
-    assert "dispatch: rank 1 is lost or did not answer within 3 s" in str(ranks[0].watch.failure)
+    assert "dispatch: rank 1 is lost or did not answer within 2 s" in str(ranks[0].watch.failure)
     assert int(ranks[0].counts[LOST]) == 1
     assert ranks[1].watch.failure is None and not ranks[1].ended.is_set()
     ranks[1].reach(5, 4, 4)  # comes late, and hears of it
@@ -256,7 +256,7 @@ def test_a_collective_is_ended_while_its_host_is_held_by_the_device():
     with host.queued(0):
         assert host.group.ended.wait(TIMEOUT_S + 1), "the device holds the host until its collective is ended"
         assert time.monotonic() - begun < TIMEOUT_S + 1
-        with pytest.raises(PeerTimeout, match="dispatch: rank 1 is lost or did not answer within 3 s") as told:
+        with pytest.raises(PeerTimeout, match="dispatch: rank 1 is lost or did not answer within 2 s") as told:
             host.finish()
     with pytest.raises(PeerTimeout) as again:
         host.watch.queue(lambda: pytest.fail("queued"), "dispatch")

@@ -13,7 +13,6 @@ from envoi.ops.moe.parallel.placement import BAD_ID, Placed, check_placement, pl
 from envoi.quant import FORMATS
 from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import Layer, make
 from tests.moe.parallel import cases
@@ -24,12 +23,6 @@ PLACEMENT = [3, 0, 7, 5, 3, 1, 2, 3, 6, 4, 0]
 ENDS = [5, 11]
 ONE_UNUSED = [3, 0, 7, 5, 3, 1, 2, -1, 6, 4, 0]
 SIZES = {"max_tokens": 70, "num_topk": 9}
-
-
-@pytest.fixture(autouse=True)
-def one_rank_as_many(monkeypatch):
-    """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    force(monkeypatch, decode_mx=False)
 
 
 def replicas_of(placement: list[int], expert: int) -> list[int]:

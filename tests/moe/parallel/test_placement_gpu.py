@@ -21,11 +21,9 @@ from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, on_one_rank, one_rank_as_many, ways
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, on_one_rank, ways
 from tests.moe.parallel.test_placement import pack_placed
 from tools.kernel_cases import moe_parallel as kernels
-
-__all__ = ["one_rank_as_many"]
 
 NUM_EXPERTS = 8
 WAYS = ways("gathered", "hosts", "counted")

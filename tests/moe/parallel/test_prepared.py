@@ -1,11 +1,9 @@
 """Prepared calls of ExpertParallel, its kernels compiled without a GPU: a replay's parameters are right."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from envoi.ops.moe.parallel import ExpertParallel
 from envoi.ops.moe.parallel.nvlink import Domain, SharedLayout
@@ -30,14 +28,7 @@ WAYS = {"memory": in_memory, "one launch": in_memory, "hosts": hosts_alone}
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 
 
-@pytest.fixture
-def group(tmp_path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("lone_rank")
 @pytest.mark.parametrize(
     ("way", "format", "presum", "num_launches"),
     mostly_slow([

@@ -13,7 +13,6 @@ from envoi.ops.moe.parallel import ExpertParallel
 from envoi.ops.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
@@ -25,12 +24,6 @@ from tests.moe.parallel.cases import Case
 def on_one_rank(case: Case) -> torch.Tensor:
     layer = case.build()
     return moe(layer.tokens, layer.routing, layer.pack(case.format))
-
-
-@pytest.fixture(autouse=True)
-def one_rank_as_many(monkeypatch):
-    """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    force(monkeypatch, decode_mx=False)
 
 
 def random_cases(num_ranks: int, count: int, seed: int) -> list[Case]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +12,6 @@ from envoi.ops.moe.parallel import ExpertParallel, collectives
 from envoi.quant import FORMATS
 from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.choices import force
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import Layer, make
 from tests.moe.parallel import cases
@@ -21,12 +19,6 @@ from tests.moe.parallel.test_placement import ENDS, PLACEMENT, pack_placed, toke
 from tests.moe.test_shared import gate_of, shared_layer
 
 EVEN = [3, 8]
-
-
-@pytest.fixture(autouse=True)
-def one_rank_as_many(monkeypatch):
-    """One rank has kernels of its own for few tokens and 4-bit weights, whose bits differ."""
-    force(monkeypatch, decode_mx=False)
 
 
 def shared_of(format: str, **kind) -> ExpertWeights:

@@ -12,11 +12,9 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, one_rank_as_many, ways
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, ways
 from tests.moe.parallel.test_placement_gpu import ranks_of, shares
 from tests.moe.test_shared import gate_of, shared_layer
-
-__all__ = ["one_rank_as_many"]
 
 TRIED = [("bf16", True), ("fp8_block128", False), ("mxfp4_mxfp8", True)]
 

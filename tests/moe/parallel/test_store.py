@@ -8,14 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from envoi.ops.moe.parallel import store as stores
-from envoi.ops.moe.parallel.store import (
-    Compiler,
-    Connection,
-    Lookout,
-    StoreSilentError,
-    is_on_this_host,
-    run_bounded,
-)
+from envoi.ops.moe.parallel.store import Compiler, Connection, Lookout, StoreSilentError, is_on_this_host, run_bounded
 from envoi.runtime.compiling import compiling
 
 

@@ -14,9 +14,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel import cases
-from tests.moe.parallel.test_placement import one_rank_as_many, open_placed, tokens_of
-
-__all__ = ["one_rank_as_many"]
+from tests.moe.parallel.test_placement import open_placed, tokens_of
 
 # Three ranks that pack 4: without rank 1, of whose experts 5 and 1 have replicas, 3 and 4 are missing.
 THREE, THREE_ENDS = [0, 1, 2, 5, 3, 5, 4, 1, 6, 7, 0, 2], [4, 8, 12]

@@ -65,14 +65,8 @@ def test_calls_that_it_takes(arch):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (
-            {"dtype": torch.float32},
-            f"{DTYPES}, got torch.float32 and torch.float32",
-        ),
-        (
-            {"gate": torch.float16},
-            f"{DTYPES}, got torch.bfloat16 and torch.float16",
-        ),
+        ({"dtype": torch.float32}, f"{DTYPES}, got torch.float32 and torch.float32"),
+        ({"gate": torch.float16}, f"{DTYPES}, got torch.bfloat16 and torch.float16"),
         ({"n": 513}, "gate.shape[0]: tensor memory has 512 columns, got 513 experts"),
         ({"rule": Rule("sigmoid", 16, 4)}, "rule.num_groups: a thread keeps the scores of at most 8 groups, got 16"),
         ({"table": True}, "hash_table: experts are looked up, not chosen"),

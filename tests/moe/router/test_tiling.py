@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from envoi.ops.moe.router import host
-from envoi.ops.moe.router.choose_tiling import (
-    CACHED_BYTES,
-    apart_candidates,
-    candidates,
-    choose_shares,
-    choose_tiling,
-)
+from envoi.ops.moe.router.choose_tiling import CACHED_BYTES, apart_candidates, candidates, choose_shares, choose_tiling
 from envoi.ops.moe.router.kernel_hopper_choice import choice_kernel
 from envoi.ops.moe.router.presets import PRESETS
 from envoi.ops.moe.router.spec import block_sum

@@ -259,10 +259,10 @@ def experts_class(format: str) -> type:
 
 def format_of(names: Mapping[str, Any], weight_key: Any, activation_key: Any) -> str | None:
     """Return the format in which Envoi computes what vLLM's keys of weights and activations say, None if in none."""
-    known = [None, *(name for name in names if name.startswith("k"))]
+    known = [name for name in names if name.startswith("k")]
 
     def named(key: Any) -> str | None:
-        return next((name for name in known[1:] if names[name] == key), "") if key is not None else None
+        return None if key is None else next((name for name in known if names[name] == key), "")
 
     return SCHEMES.get((named(weight_key), named(activation_key)))
 

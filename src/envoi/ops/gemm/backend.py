@@ -10,10 +10,10 @@ from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
 from envoi.runtime.devices import implementation, on_gpu
 from envoi.types import Matrix, QuantTensor
 
-# Module and function of each kind of kernels; a module is imported when it is needed.
-RUNS = {
-    "hopper": ("hopper.host", "run_gemm"), "hopper_mx": ("hopper_mx.host", "run_gemm"),
-    "triton": ("triton.host", "run_gemm"), "w4a8": ("hopper_w4a8.host", "run"), "w4a16": ("hopper_w4a16.many", "run"),
+# Module of each kind of kernels, with a function run_gemm; it is imported when it is needed.
+HOSTS = {
+    "hopper": "hopper.host", "hopper_mx": "hopper_mx.host", "triton": "triton.host", "w4a8": "hopper_w4a8.host",
+    "w4a16": "hopper_w4a16.many",
 }  # fmt: skip
 
 
@@ -31,9 +31,8 @@ def run_kernels(
         return None
     if isinstance(b, QuantTensor) and b.order != "rows" and offsets is None:
         raise ValueError("weights: expected them by rows for a GEMM without offsets, got them in fragment order")
-    host, run = RUNS[kernels or kernels_for(kind, a, b, ir, grouping)]
-    run_gemm = getattr(import_module(f"envoi.ops.gemm.{host}"), run)
-    return run_gemm(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
+    host = import_module(f"envoi.ops.gemm.{HOSTS[kernels or kernels_for(kind, a, b, ir, grouping)]}")
+    return host.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
 
 
 def kernels_for(kind: str, a: Matrix, b: Matrix, ir: IR, grouping: Grouping = ALL_ROWS) -> str:

@@ -211,22 +211,6 @@ def _flops(q, k_cache, weights, seq_lens, block_table, k, mode_or_block, next_n,
     return 2 * num_keys * num_heads * width
 
 
-@operator("indexer_topk", _fake, _flops)
-def _indexer_topk(
-    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int, mode: str, next_n: int, slots: bool, order: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, order)
-
-
-@operator("indexer_blocks", _fake, _flops)
-def _indexer_blocks(
-    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k: int, block: int, next_n: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return run_blocks(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
-
-
 def _fake_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, *arguments):
     return _fake(q, k_cache, weights, seq_lens, block_table, k)
 
@@ -235,9 +219,6 @@ def _flops_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, bloc
     return _flops(q, k_cache, weights, seq_lens, block_table, k, block, next_n)
 
 
-@operator("indexer_topk_in_blocks", _fake_in_blocks, _flops_in_blocks)
-def _indexer_topk_in_blocks(
-    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-    blocks: torch.Tensor, k: int, block: int, next_n: int, slots: bool, order: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return run_in_blocks(q, k_cache, weights, seq_lens, block_table, blocks, k, block, next_n, slots, order)
+_indexer_topk = operator("indexer_topk", _fake, _flops)(run)
+_indexer_blocks = operator("indexer_blocks", _fake, _flops)(run_blocks)
+_indexer_topk_in_blocks = operator("indexer_topk_in_blocks", _fake_in_blocks, _flops_in_blocks)(run_in_blocks)

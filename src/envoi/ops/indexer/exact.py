@@ -22,19 +22,12 @@ def topk(p: Problem, orders: torch.Tensor, order: Order) -> tuple[torch.Tensor, 
 
 def score(orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int, least: int = 0) -> None:
     """Fill the logits and the groups of those of these rows that have more than `least` tokens."""
-    launch(kernel_exact.exact_kernel, *scores_arguments(orders, p, space, first, num_rows, least))
-
-
-def scores_arguments(
-    orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int, least: int
-) -> tuple[tuple[int], tuple, dict]:
-    """Return grid, arguments and options of `exact_kernel`."""
     bytes_, num_heads = p.k_cache.view(torch.uint8), p.q.shape[1]
     programs = min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
     scratch = torch.empty(programs * num_heads * TILE, dtype=torch.float32, device=p.q.device)
-    return (programs,), (
+    launch(kernel_exact.exact_kernel, (programs,), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table, orders,
         scratch, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
         num_heads, least, next_power_of_2(len(space.logits)), orders.numel() - 4, TILE, STEP,
-    ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
+    ), {"num_warps": 4, "num_stages": 1})  # fmt: skip

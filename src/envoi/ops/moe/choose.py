@@ -260,7 +260,7 @@ def fits_search(num_rows: int, num_experts: int) -> bool:
     return tiles * hopper.max_experts(num_experts, False) < 2**31
 
 
-def one_launch_pays(experts: ExpertWeights, num_rows: int, grouping: Grouping = EXPERTS_ROWS) -> bool:
+def one_launch_pays(experts: ExpertWeights, num_rows: int, grouping: Grouping) -> bool:
     """Return True if one launch that can run L1 and L2 saves time, in tiles that suit both."""
     rows, num_local = grouping.likely_rows(num_rows), experts.num_local_experts
     if ONE_LAUNCH_ROWS * num_local < rows < ONE_LAUNCH_ROWS_AGAIN * num_local:

@@ -1,24 +1,18 @@
-"""Launches of the MoE path's Triton kernels: grid, arguments and options."""
+"""Launches of the MoE path's Triton kernels, by name."""
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 COLUMNS_PER_WARP = 512
 
 
-class Launch(NamedTuple):
-    """Grid of a launch, one argument for each parameter of the kernel, Triton's options (num_warps ..)."""
-
-    grid: tuple[int, ...]
-    arguments: tuple
-    options: dict[str, Any]
-
-
-def launch_kernel(module: str, kernel: str, call: Launch) -> None:
+def launch_kernel(
+    module: str, kernel: str, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]
+) -> None:  # fmt: skip
     """Launch the kernel of this name from a module of kernels, which is imported on first use: it needs Triton."""
     from envoi.runtime.launch import launch
 
-    launch(getattr(import_module(module), kernel), *call)
+    launch(getattr(import_module(module), kernel), grid, arguments, options)
 
 
 def warps_for(num_columns: int) -> dict[str, int]:

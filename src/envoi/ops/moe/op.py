@@ -59,8 +59,7 @@ def columns_of(weight: Matrix, bias: torch.Tensor | None) -> dict[str, torch.Ten
 
 def unflatten(
     gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
-    down_bounded, order, gate_up_layout, gate_up_scale=None, down_scale=None, gate_up_zeros=None, down_zeros=None,
-    num_shared=0, shared_gate=None,
+    down_bounded, order, gate_up_layout, gate_up_scale, down_scale, gate_up_zeros, down_zeros, num_shared, shared_gate,
 ) -> ExpertWeights:  # fmt: skip
     """Inverse of `flatten`."""
     scheme = format_named(format).weights

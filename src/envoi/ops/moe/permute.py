@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
+from envoi.ops.moe.launches import launch_kernel, warps_for
 from envoi.quant.bits import as_bytes
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import casts_e4m3, implementation
@@ -69,7 +69,7 @@ def map_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
     out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     num_slots = topk_ids.numel()
     arguments = topk_ids.contiguous(), expert_map.contiguous(), out, num_slots, len(expert_map), MAPPED
-    launch_kernel(KERNELS, "map_kernel", Launch((-(-num_slots // MAPPED),), arguments, {"num_warps": 4}))
+    launch_kernel(KERNELS, "map_kernel", (-(-num_slots // MAPPED),), arguments, {"num_warps": 4})
     return out
 
 
@@ -87,7 +87,7 @@ def add_shared(
         experts.num_routed, *added.form, overlaps(tokens.device),
     )  # fmt: skip
     options = {"num_warps": 4, "launch_pdl": overlaps(tokens.device)}
-    launch_kernel(KERNELS, "shared_kernel", Launch(added.grid, arguments, options))
+    launch_kernel(KERNELS, "shared_kernel", added.grid, arguments, options)
     return weights, ids
 
 
@@ -128,13 +128,34 @@ class AddedSlots:
 
 def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
     """Find the row of each slot: topk_ids [M, k] int32. Slots whose id is no expert get none."""
-    row_map = empty_row_map(topk_ids, num_experts)
-    if topk_ids.numel() <= COUNT_SLOTS:
-        launch_kernel(KERNELS, "sort_kernel", sort_arguments(topk_ids, row_map))
-    else:
-        for kernel, call in zip(("count_kernel", "place_kernel"), counted_arguments(topk_ids, row_map), strict=True):
-            launch_kernel(KERNELS, kernel, call)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    row_map = RowMap(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+    (_sort if topk_ids.numel() <= COUNT_SLOTS else _count_and_place)(topk_ids, row_map)
     return row_map
+
+
+def _sort(topk_ids: torch.Tensor, row_map: RowMap) -> None:
+    num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
+    block = next(block for block, most in SORT_BLOCKS if num_slots <= most)
+    chunks = max(1, min(MAX_SORT_CHUNKS, -(-num_slots // block), MAX_SORT_PROGRAMS // (num_experts + 1)))
+    overlap = overlaps(topk_ids.device)
+    arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block, overlap
+    options = {"num_warps": 4, "launch_pdl": overlap}
+    launch_kernel(KERNELS, "sort_kernel", (num_experts + 1, chunks), arguments, options)
+
+
+def _count_and_place(topk_ids: torch.Tensor, row_map: RowMap) -> None:
+    num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
+    block = CHUNK_SLOTS if num_slots <= MANY_SLOTS else 2 * CHUNK_SLOTS
+    experts, chunks = max(2, next_power_of_2(num_experts)), -(-num_slots // block)
+    counts = torch.empty(chunks, experts, dtype=torch.int32, device=topk_ids.device)
+    ids, sizes = topk_ids.contiguous(), (num_slots, num_experts)
+    count = ids, counts, *sizes, block, experts
+    at_once = min(next_power_of_2(chunks), max(1, COUNTS_AT_ONCE // experts))
+    place = ids, counts, row_map.offsets, row_map.slot_to_pos, *sizes, chunks, block, experts, at_once, PLACED
+    options = {"num_warps": 8}
+    launch_kernel(KERNELS, "count_kernel", (chunks,), count, options)
+    launch_kernel(KERNELS, "place_kernel", (-(-(num_experts + 1) // PLACED), chunks), place, options)
 
 
 def gather_rows(
@@ -146,15 +167,32 @@ def gather_rows(
     """
     rows = empty_rows(topk_weights.numel(), tokens.shape[1], scheme, tokens.device)
     weights = torch.empty(topk_weights.numel(), dtype=torch.float32, device=tokens.device)
-    launch_kernel(KERNELS, "gather_kernel", gather_arguments(tokens, topk_weights, row_map, rows, weights))
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    (M, width), k = tokens.shape, topk_weights.shape[1]
+    out, overlap = RowBuffers.of(rows, width), overlaps(tokens.device)
+    arguments = (
+        tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
+        k, out.block, next_power_of_2(k), *out.form, overlap,
+    )  # fmt: skip
+    options = warps_for(out.block) | {"launch_pdl": overlap}
+    launch_kernel(KERNELS, "gather_kernel", (M, -(-width // out.block)), arguments, options)
     return rows, weights
 
 
 def quantize_rows(rows: torch.Tensor, offsets: torch.Tensor, scheme: Scheme) -> QuantTensor:
     """Quantise bf16 rows [P, C] in a scheme of single rows; rows from offsets[E] on stay unwritten."""
-    out = cast(QuantTensor, empty_rows(rows.shape[0], rows.shape[1], scheme, rows.device))
-    if rows.shape[0]:
-        launch_kernel(KERNELS, "quantize_kernel", quantize_arguments(rows, offsets, out))
+    (num_rows, width), overlap = rows.shape, overlaps(rows.device)
+    out = cast(QuantTensor, empty_rows(num_rows, width, scheme, rows.device))
+    if not num_rows:
+        return out
+    buffers = RowBuffers.of(out, width)
+    arguments = (
+        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, overlap,
+        UNTRACED,
+    )  # fmt: skip
+    # Most rows may be unused: with a program for each, most would only start and end.
+    grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))
+    launch_kernel(KERNELS, "quantize_kernel", grid, arguments, warps_for(buffers.block) | {"launch_pdl": overlap})
     return out
 
 
@@ -165,63 +203,6 @@ def empty_rows(num_rows: int, width: int, scheme: Scheme | None, device: torch.d
     group = scheme.group_for((num_rows, width))
     values = torch.empty(num_rows, width, dtype=scheme.values, device=device)
     return QuantTensor(values, torch.empty(num_rows, width // group[1], dtype=scheme.sf, device=device), group)
-
-
-def empty_row_map(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
-    """Allocate the RowMap of these slots."""
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    return RowMap(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
-
-
-def sort_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> Launch:
-    """Build the launch of `sort_kernel`."""
-    num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
-    block = next(block for block, most in SORT_BLOCKS if num_slots <= most)
-    chunks = max(1, min(MAX_SORT_CHUNKS, -(-num_slots // block), MAX_SORT_PROGRAMS // (num_experts + 1)))
-    overlap = overlaps(topk_ids.device)
-    arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block, overlap
-    return Launch((num_experts + 1, chunks), arguments, {"num_warps": 4, "launch_pdl": overlap})
-
-
-def counted_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> tuple[Launch, Launch]:
-    """Build the launches of `count_kernel` and `place_kernel`."""
-    num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
-    block = CHUNK_SLOTS if num_slots <= MANY_SLOTS else 2 * CHUNK_SLOTS
-    experts, chunks = max(2, next_power_of_2(num_experts)), -(-num_slots // block)
-    counts = torch.empty(chunks, experts, dtype=torch.int32, device=topk_ids.device)
-    ids, sizes = topk_ids.contiguous(), (num_slots, num_experts)
-    count = ids, counts, *sizes, block, experts
-    at_once = min(next_power_of_2(chunks), max(1, COUNTS_AT_ONCE // experts))
-    place = ids, counts, row_map.offsets, row_map.slot_to_pos, *sizes, chunks, block, experts, at_once, PLACED
-    options = {"num_warps": 8}
-    return Launch((chunks,), count, options), Launch((-(-(num_experts + 1) // PLACED), chunks), place, options)
-
-
-def gather_arguments(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, row_map: RowMap, rows: Matrix, weights: torch.Tensor
-) -> Launch:
-    """Build the launch of `gather_kernel`."""
-    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    (M, width), k = tokens.shape, topk_weights.shape[1]
-    out, overlap = RowBuffers.of(rows, width), overlaps(tokens.device)
-    arguments = (
-        tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
-        k, out.block, next_power_of_2(k), *out.form, overlap,
-    )  # fmt: skip
-    return Launch((M, -(-width // out.block)), arguments, warps_for(out.block) | {"launch_pdl": overlap})
-
-
-def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTensor) -> Launch:
-    """Build the launch of `quantize_kernel`."""
-    (num_rows, width), overlap = rows.shape, overlaps(rows.device)
-    buffers = RowBuffers.of(out, width)
-    arguments = (
-        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, overlap,
-        UNTRACED,
-    )  # fmt: skip
-    # Most rows may be unused: with a program for each, most would only start and end.
-    grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))
-    return Launch(grid, arguments, warps_for(buffers.block) | {"launch_pdl": overlap})
 
 
 @dataclass(frozen=True)
@@ -263,18 +244,12 @@ def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor, few: bool = Fals
     few: tokens are few, so that more programs share a token's columns. early: slot_to_pos was written before the launch
     in front of this one began.
     """
-    out = torch.empty(slot_to_pos.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
-    launch_kernel(KERNELS, "combine_kernel", combine_arguments(rows, slot_to_pos, out, few, early))
-    return out
-
-
-def combine_arguments(
-    rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor, few: bool = False, early: bool = False
-) -> Launch:
-    """Build the launch of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
+    out = torch.empty(M, width, dtype=rows.dtype, device=rows.device)
     block = min(MAX_SUM_COLUMNS_OF_FEW if few else MAX_SUM_COLUMNS, next_power_of_2(width))
     overlap = overlaps(rows.device)
     eviction = "evict_first" if not few and M * k * width * rows.itemsize <= KEPT_BYTES else ""
     arguments = rows, slot_to_pos, out, width, k, block, eviction, overlap, early
-    return Launch((M, -(-width // block)), arguments, warps_for(block) | {"launch_pdl": overlap})
+    options = warps_for(block) | {"launch_pdl": overlap}
+    launch_kernel(KERNELS, "combine_kernel", (M, -(-width // block)), arguments, options)
+    return out

@@ -69,10 +69,6 @@ def prepare(
     tokens = torch.zeros(most, experts.hidden, dtype=torch.bfloat16, device=experts.device)
     ids = torch.arange(most * num_topk, dtype=dtypes[0], device=experts.device).view(most, num_topk) % num_experts
     weights = torch.zeros(most, num_topk, dtype=dtypes[1], device=experts.device)
-
-    def run(count: int) -> None:
-        call(tokens[:count], Routing(weights[:count], ids[:count], num_experts))
-
     counts = [*range(1, min(PREPARED_EACH, most) + 1), *range(PREPARED_EACH + 8, most + 1, 8)]
     for count in reversed(counts):
-        run(count)
+        call(tokens[:count], Routing(weights[:count], ids[:count], num_experts))

@@ -37,7 +37,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver:
-    """Functions of the driver. `launch` is cuLaunchKernelEx itself: (config, function, pointers, None) -> error."""
+    """Functions of the driver.
+
+    `launch` is cuLaunchKernelEx itself: (config, function, pointers, None) -> error; `set_context` is cuCtxSetCurrent.
+    """
 
     device_type = "cuda"
 
@@ -51,7 +54,7 @@ class Driver:
         self._get_device = self._function("cuDeviceGet", POINTER, ctypes.c_int)
         self._retain_context = self._function("cuDevicePrimaryCtxRetain", POINTER, ctypes.c_int)
         self._contexts: dict[int, int] = {}  # by device; retained once, for as long as the process runs
-        self._set_context = self._function("cuCtxSetCurrent", POINTER)
+        self.set_context = self._function("cuCtxSetCurrent", POINTER)
         self.current_device = torch._C._cuda_getDevice
         self.stream = torch._C._cuda_getCurrentRawStream
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
@@ -112,10 +115,6 @@ class Driver:
                 raise RuntimeError(f"cuDevicePrimaryCtxRetain: expected 0 from the CUDA driver, got {error}")
             self._contexts[device] = context.value or 0
         return self._contexts[device]
-
-    def set_context(self, context: int) -> None:
-        """Make a context this thread's."""
-        self._set_context(context)
 
     def tensor_map(self, descriptor: Any, form: dict) -> bytes:
         """Encode a TMA descriptor. form: the compiled kernel's entry for it in `metadata.tensordesc_meta`."""

@@ -10,16 +10,13 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.interpreted.test_nvlink import ENDS, SMALL, run
-from tests.moe.parallel.interpreted.test_prepared import fake, group, inputs, open_here
-
-__all__ = ["fake", "group"]
+from tests.moe.parallel.interpreted.test_prepared import inputs, open_here
 
 
 def by_others(sent, experts):
     return run_experts(sent.rows, sent.topk_weights, sent.offsets, experts)
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("way", "format", "presum"), [("memory", "bf16", False), ("memory", "bf16", True), ("hosts", "fp8_block128", False)]
 )
@@ -60,7 +57,6 @@ def test_rows_of_several_ranks_are_sent_as_l2_sends_them():
     assert_same_bits(torch.cat(outs), moe(layer.tokens, layer.routing, layer.pack()))
 
 
-@pytest.mark.usefixtures("group")
 def test_num_sms_has_prepared_calls_of_its_own(fake, monkeypatch):
     parallel = open_here(monkeypatch, "bf16")
     for num_sms in (None, 3, 3, None):

@@ -13,9 +13,7 @@ from tests.moe.parallel import domains
 from tests.moe.parallel.domains import use
 from tests.moe.parallel.interpreted.test_hosts import ranks_of
 from tests.moe.parallel.interpreted.test_nvlink import ENDS, SMALL, run
-from tests.moe.parallel.interpreted.test_prepared import fake, group, inputs, open_here
-
-__all__ = ["fake", "group"]
+from tests.moe.parallel.interpreted.test_prepared import inputs, open_here
 
 TOKEN_ENDS = [4, 4, 11]
 
@@ -79,7 +77,6 @@ def test_the_ring_begins_again():
     assert domain.history[0].tolist() == want
 
 
-@pytest.mark.usefixtures("group")
 def test_prepared_calls_count_for_the_object_that_makes_them(fake, monkeypatch):
     one = open_here(monkeypatch, "bf16")
     other = open_here(monkeypatch, "bf16")

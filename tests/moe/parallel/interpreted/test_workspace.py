@@ -5,13 +5,10 @@ import torch
 
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
-from tests.moe.parallel.interpreted.test_prepared import WAYS, fake, group, inputs, open_here
-
-__all__ = ["fake", "group"]
+from tests.moe.parallel.interpreted.test_prepared import WAYS, inputs, open_here
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("group")
 def test_scratch_is_where_the_caller_says(fake, monkeypatch, way):
     parallel = open_here(monkeypatch, "bf16", way)
     tokens, routing = inputs(0)
@@ -30,7 +27,6 @@ def test_scratch_is_where_the_caller_says(fake, monkeypatch, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("group")
 def test_a_wrong_workspace_is_refused_so_that_peers_hear_of_it(fake, monkeypatch, way):
     parallel = open_here(monkeypatch, "bf16", way)
     refused, exchange = [], type(parallel._exchange)

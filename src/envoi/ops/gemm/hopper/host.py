@@ -242,9 +242,8 @@ def run_gemm(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`."""
     work = work_of(a, b, ir, operands, offsets)
-    M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
-    written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, device, grouping.to)
-    count = num_sms(device)
+    written = empty_outputs(work.ir, out_dtype, work.a.shape[0], work.b.shape[-2], work.a.device, grouping.to)
+    count = num_sms(work.a.device)
     call, config, second = _first_launch(work, out_dtype, written, grouping, count)
     launch_gemm(call, config, count)
     if second is not None:
@@ -266,8 +265,7 @@ def planned(
     Where a second kernel runs a part of the epilogue, this is the first.
     """
     work = work_of(a, b, ir, operands, offsets)
-    M, N = work.a.shape[0], work.b.shape[-2]
-    written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
+    written = empty_outputs(work.ir, out_dtype, work.a.shape[0], work.b.shape[-2], work.a.device, grouping.to)
     return _first_launch(work, out_dtype, written, grouping, num_sms, shipped_only=True)[:2]
 
 
@@ -277,8 +275,7 @@ def call_of(
 ) -> Call:  # fmt: skip
     """Return the call of a kernel that runs the whole epilogue, for these tensors (may be "meta")."""
     work = work_of(a, b, ir, operands, offsets)
-    M, N = work.a.shape[0], work.b.shape[-2]
-    written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
+    written = empty_outputs(work.ir, out_dtype, work.a.shape[0], work.b.shape[-2], work.a.device, grouping.to)
     return _call(work, out_dtype, written, grouping)
 
 

@@ -41,14 +41,8 @@ def why_not_mx(a: Matrix, b: Matrix, ir: IR) -> str:
     return "" if chunk_columns(ir) <= NARROW else f"a chunk of {chunk_columns(ir)} columns"
 
 
-def room_for_tokens(a: Matrix) -> torch.Tensor:
-    """Return bf16 [M, K rounded up to 128], uninitialised."""
-    M, K = a.shape
-    return torch.empty(M, cdiv(K, 128) * 128, dtype=torch.bfloat16, device=a.device)
-
-
 def tokens_arguments(
-    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None
+    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None
 ) -> tuple[tuple[int, int], tuple]:
     """Return the grid and the arguments of `tokens.widen_kernel`, which writes tokens to `out` as bf16.
 
@@ -95,11 +89,11 @@ def _launch(
     from envoi.ops.gemm.hopper_mx.tokens import widen_kernel
     from envoi.runtime.launch import launch_with_dependent
 
-    num_sms = devices.num_sms(a.device)
+    (M, K), num_sms = a.shape, devices.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
-    num_tokens = grouping.likely_rows(a.shape[0])
+    num_tokens = grouping.likely_rows(M)
     config = config or default_config(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.scales_at_most_2)
-    tokens = room_for_tokens(a)
+    tokens = torch.empty(M, cdiv(K, 128) * 128, dtype=torch.bfloat16, device=a.device)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.write_tail)
     launch_with_dependent(
         (widen_kernel, *tokens_arguments(a, config.bits, tokens, offsets), {}),
@@ -111,7 +105,7 @@ def arguments(
     tokens: torch.Tensor, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
     outputs: list[torch.Tensor], config: MxConfig, num_sms: int, write_tail: bool = True,
 ) -> tuple[tuple[int], tuple]:  # fmt: skip
-    """Return the grid and the kernel's arguments. tokens: from `room_for_tokens`, widened."""
+    """Return the grid and the kernel's arguments. tokens: widened, [M, K rounded up to 128]."""
     M, (N, K), device = tokens.shape[0], b.shape[-2:], tokens.device
     num_experts = 0 if offsets is None else b.shape[0]
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)

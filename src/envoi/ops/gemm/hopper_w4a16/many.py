@@ -34,7 +34,7 @@ def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
 
 
-def run(
+def run_gemm(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping, config: W4A8Config | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip

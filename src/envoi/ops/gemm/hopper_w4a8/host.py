@@ -7,15 +7,7 @@ import torch
 
 from envoi.epilogues.ir import IR
 from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import (
-    chunk_columns,
-    deferred,
-    empty_outputs,
-    operand_tensors,
-    output_specs,
-    reduces_rows,
-    rows_must_fit,
-)
+from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, reduces_rows, rows_must_fit
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
 from envoi.ops.gemm.hopper_w4a8.config import ROW_BYTES, TILE, W4A8Config, w4a8_config
@@ -40,7 +32,7 @@ def why_not_w4a8(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
 
 
-def run(
+def run_gemm(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping, config: W4A8Config | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
@@ -48,18 +40,18 @@ def run(
 
     The product is of the weights without their scale, which is the epilogue's to multiply by, as with NVFP4.
     """
-    written = empty_outputs(ir, output_specs(ir, out_dtype), a.shape[0], b.shape[-2], a.device, grouping.to)
+    from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
+    from envoi.runtime.launch import launch
+
+    written = empty_outputs(ir, out_dtype, a.shape[0], b.shape[-2], a.device, grouping.to)
     if a.shape[0] > 0 and b.shape[0] > 0:
-        scaled = with_token_scale(ir)
+        scaled = with_scales(ir, "row", "")  # first times the tokens' factors
         tensors, pointers = operand_tensors(scaled, {A_SF: a.sf.reshape(-1), **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
-        _launch(a, b, offsets, code, tensors, written, config or chosen(a, b, grouping))
+        config = config or chosen(a, b, grouping)
+        given = arguments(a, b, offsets, code, tensors, written, config)
+        launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
     return written
-
-
-def with_token_scale(ir: IR) -> IR:
-    """Return the IR with the accumulator first multiplied by the tokens' factors, its first operand."""
-    return with_scales(ir, "row", "")
 
 
 def chosen(a: QuantTensor, b: QuantTensor, grouping: Grouping) -> W4A8Config:
@@ -67,17 +59,6 @@ def chosen(a: QuantTensor, b: QuantTensor, grouping: Grouping) -> W4A8Config:
     E, N, K = cast(tuple[int, int, int], b.shape)
     rows = grouping.likely_rows(a.shape[0])
     return w4a8_config(N, K, rows, E, devices.num_sms(a.device), looks_up=not b.scales_at_most_2)
-
-
-def _launch(
-    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: W4A8Config,
-) -> None:  # fmt: skip
-    from envoi.ops.gemm.hopper_w4a8.kernel import w4a8_kernel
-    from envoi.runtime.launch import launch
-
-    given = arguments(a, b, offsets, code, operands, outputs, config)
-    launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
 
 def arguments(

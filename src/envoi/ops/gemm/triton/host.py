@@ -11,7 +11,7 @@ from envoi.constant import Constant
 from envoi.epilogues.ir import IR, Node
 from envoi.epilogues.library import store
 from envoi.epilogues.lower import Lowered, lower
-from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, output_specs, rows_must_fit
+from envoi.epilogues.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, rows_must_fit
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
 from envoi.ops.gemm.triton import kernel as device_code
 from envoi.quant.bits import as_bytes
@@ -91,7 +91,7 @@ def run_gemm(
         raise ValueError(f"N: {refusal}")
     offsets = None if offsets is None else offsets.contiguous()
     tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, out_dtype, M, N, a.device, grouping.to)
     if _in_tiles(ir, N):
         block_n = tile_columns(ir, N)
         code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers, scattered=grouping.to is not None)
@@ -170,7 +170,7 @@ def _launch(
 
 def product_arguments(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
-    grouping: Grouping = ALL_ROWS,
+    grouping: Grouping,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """Return the grid of `gemm_kernel`, its arguments and its options."""
     M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
@@ -221,7 +221,7 @@ def run_with_rows(
     """
     M, N = a.shape[0], b.shape[-2]
     tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
-    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, out_dtype, M, N, a.device, grouping.to)
     if 0 in (M, b.shape[0]):
         return finish_outputs(ir, written, offsets)
     if rows_must_fit(ir):
@@ -244,29 +244,21 @@ def finish_rows(
     after the last expert's are not read.
     operands, pointers: from `operand_tensors`. outputs: from `empty_outputs`, written here; with write_tail also after
     the last expert's rows. overlap: start while the kernel launched right before, which writes acc, ends (Hopper).
+
+    The wider the rows, the fewer in a program. An epilogue without row reductions gets chunks of rows: more programs
+    for few tokens.
     """
-    code = lower(ir, out_dtype, "triton", True, False, pointers)
-    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail, overlap)
-    launch(kernels.rows_kernel, grid, arguments, options)
-
-
-def rows_arguments(
-    acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
-    offsets: torch.Tensor | None, write_tail: bool = True, overlap: bool = False,
-) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
-    """Return the grid of `rows_kernel`, its arguments and options. The wider the rows, the fewer in a program.
-
-    An epilogue without row reductions gets chunks of rows: more programs for few tokens.
-    """
-    M, N = acc.shape
+    code, (M, N) = lower(ir, out_dtype, "triton", True, False, pointers), acc.shape
     block_n = max(16, next_power_of_2(N) if deferred(ir) else 0, chunk_columns(ir))
     block_m = max(1, (4096 if deferred(ir) else 1024) // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, cdiv(M, block_m) + num_experts), cdiv(N, block_n))
-    return grid, (
+    arguments = (
         acc, offsets, operands or (0,), tuple(as_bytes(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
         max_experts(offsets), write_tail, overlap,
-    ), {"num_warps": 4 if block_n <= 4096 else 8, "launch_pdl": overlap}  # fmt: skip
+    )  # fmt: skip
+    options = {"num_warps": 4 if block_n <= 4096 else 8, "launch_pdl": overlap}
+    launch(kernels.rows_kernel, grid, arguments, options)
 
 
 def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:

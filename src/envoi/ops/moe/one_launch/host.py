@@ -14,7 +14,6 @@ from envoi.ops.gemm.hopper import tune
 from envoi.ops.gemm.hopper.config import LONG_K, PINGPONG_MAX_ROWS_LONG_K, Config, Problem, fitted, why_not
 from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
-from envoi.ops.moe.launches import Launch
 from envoi.ops.moe.one_launch.config import FEW, FEW_ROWS, LEAST_SHIFT, NUM_COUNTERS, SQUARE, UNIT_COUNTERS, WIDE
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms
@@ -43,19 +42,15 @@ def run_in_one_launch(
 
     progress: int32 [NUM_COUNTERS], 0 before and after, that no launch beside this one uses; None = the stream's.
     """
+    from envoi.ops.moe.one_launch.kernel import fused_kernel
+    from envoi.runtime.launch import launch
+
     count = num_sms(experts.device)
     planned = plan(cast(QuantTensor, rows), weights, offsets, experts, grouping, count)
     if progress is None:
         progress = workspace.counters(NUM_COUNTERS, experts.device)
-    return run(planned, progress, count)
-
-
-def run(planned: Planned, progress: torch.Tensor, num_sms: int) -> torch.Tensor:
-    """Launch the kernel on the current stream; return L2's rows."""
-    from envoi.ops.moe.one_launch.kernel import fused_kernel
-    from envoi.runtime.launch import launch
-
-    launch(fused_kernel, *arguments(planned, progress, num_sms))
+    options = {"num_warps": planned.first_config.num_warps}
+    launch(fused_kernel, *arguments(planned, progress, count), options)
     return planned.second.outputs[0]
 
 
@@ -115,8 +110,8 @@ def unit_shift(num_rows: int, num_features: int, num_experts: int, config: Confi
     return max(LEAST_SHIFT, (cdiv(units, UNIT_COUNTERS) - 1).bit_length())
 
 
-def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> Launch:
-    """Build the launch of `fused_kernel`. progress: int32 [NUM_COUNTERS], 0 before and after."""
+def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> tuple[tuple[int], tuple]:
+    """Return the grid and the arguments of `fused_kernel`. progress: int32 [NUM_COUNTERS], 0 before and after."""
     grid, first = hopper.arguments(planned.first, planned.first_config, num_sms)
     _, second = hopper.arguments(planned.second, planned.second_config, num_sms)
     x, gate_up, *_descs, operands1, outputs1, offsets = first[:9]
@@ -131,4 +126,4 @@ def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> Launch:
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
         UNTRACED,
     )  # fmt: skip
-    return Launch(grid, arguments, {"num_warps": planned.first_config.num_warps})
+    return grid, arguments

@@ -94,7 +94,7 @@ def experts_without_memory(
 
 def calls_of(
     experts: ExpertWeights, num_experts: int, num_topk: int, max_tokens: int, num_ranks: int,
-    presum: bool | None = None, results: str | None = None,
+    presum: bool | None, results: str | None,
 ) -> list[Call]:  # fmt: skip
     """Return the calls of a layer on one GPU; of several ranks over NVLink, of each whose kernels may differ.
 

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import Store
 from envoi.ops.gemm.grouping import Grouping
 from envoi.ops.moe.choose import has_kernels, l2_quantises
 from envoi.ops.moe.experts import run_experts
-from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
+from envoi.ops.moe.launches import launch_kernel, warps_for
 from envoi.ops.moe.one_launch.config import FORMAT, NUM_COUNTERS
 from envoi.ops.moe.parallel.load import empty_history
 from envoi.ops.moe.permute import MAX_SUM_COLUMNS, RowBuffers, empty_rows
@@ -341,7 +341,7 @@ def stage_tokens(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor, t
         width_of_counts - 1, out.block, *out.form, next_power_of_2(width_of_counts), UNTRACED,
     )  # fmt: skip
     grid = (num_pieces * (PIECE // RANKED + 1) + M, -(-width // out.block))
-    launch_kernel(DISPATCH_KERNELS, "stage_tokens_kernel", Launch(grid, arguments, warps_for(out.block)))
+    launch_kernel(DISPATCH_KERNELS, "stage_tokens_kernel", grid, arguments, warps_for(out.block))
     return RankedSlots(slot_ranks, counts)
 
 
@@ -363,7 +363,7 @@ def send_routing(
         int(domain.timeout_s * 1e6), chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
         next_power_of_2(layout.num_ranks), on_gpu(domain.memory.device), UNTRACED,
     )  # fmt: skip
-    launch_kernel(DISPATCH_KERNELS, "send_routing_kernel", Launch((layout.num_ranks, chunks), arguments, WARPS))
+    launch_kernel(DISPATCH_KERNELS, "send_routing_kernel", (layout.num_ranks, chunks), arguments, WARPS)
 
 
 def pull_rows(domain: Domain) -> None:
@@ -377,7 +377,7 @@ def pull_rows(domain: Domain) -> None:
         next_power_of_2(layout.num_topk), next_power_of_2(num_words),
         next_power_of_2(layout.num_sf) if layout.num_sf else 0, next_power_of_2(layout.num_experts), UNTRACED,
     )  # fmt: skip
-    launch_kernel(DISPATCH_KERNELS, "pull_kernel", Launch(_loop_grid(values), arguments, WARPS))
+    launch_kernel(DISPATCH_KERNELS, "pull_kernel", _loop_grid(values), arguments, WARPS)
 
 
 def words_of(rows: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -435,7 +435,7 @@ def send_partial_sums(domain: Domain, rows: torch.Tensor) -> None:
         layout.num_ranks, layout.slot_capacity, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
         min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)), UNTRACED,
     )  # fmt: skip
-    launch_kernel(COMBINE_KERNELS, "send_partial_sums_kernel", Launch(_loop_grid(rows), arguments, WARPS))
+    launch_kernel(COMBINE_KERNELS, "send_partial_sums_kernel", _loop_grid(rows), arguments, WARPS)
 
 
 def send_rows(domain: Domain, rows: torch.Tensor) -> None:
@@ -444,7 +444,7 @@ def send_rows(domain: Domain, rows: torch.Tensor) -> None:
     block = max(group, min(MAX_SENT_COLUMNS, next_power_of_2(width)))
     casts = group > 0 and casts_e4m3(domain.memory.device)
     arguments = rows, domain.row_destinations, domain.offsets, width, domain.num_local, block, group, casts
-    launch_kernel(COMBINE_KERNELS, "send_rows_kernel", Launch(_loop_grid(rows), arguments, WARPS))
+    launch_kernel(COMBINE_KERNELS, "send_rows_kernel", _loop_grid(rows), arguments, WARPS)
 
 
 def combine_barrier(domain: Domain) -> None:
@@ -453,7 +453,7 @@ def combine_barrier(domain: Domain) -> None:
         domain.peers, domain.layout.regions, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
         on_gpu(domain.memory.device), UNTRACED,
     )  # fmt: skip
-    launch_kernel(COMBINE_KERNELS, "combine_barrier_kernel", Launch((domain.layout.num_ranks,), arguments, WARPS))
+    launch_kernel(COMBINE_KERNELS, "combine_barrier_kernel", (domain.layout.num_ranks,), arguments, WARPS)
 
 
 def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -478,4 +478,4 @@ def sum_into(out: torch.Tensor, domain: Domain, topk_ids: torch.Tensor) -> None:
     else:
         form = k, block, group, group > 0 and casts_e4m3(out.device)
         kernel, arguments = "sum_kernel", (rows, topk_ids, out, domain.state, width, rows.shape[1], *form, UNTRACED)
-    launch_kernel(COMBINE_KERNELS, kernel, Launch(grid, arguments, warps_for(block)))
+    launch_kernel(COMBINE_KERNELS, kernel, grid, arguments, warps_for(block))

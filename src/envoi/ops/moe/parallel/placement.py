@@ -26,7 +26,7 @@ import torch
 from envoi.check import describe, expect_int
 from envoi.ops.moe import reference
 from envoi.ops.moe.choose import has_kernels
-from envoi.ops.moe.launches import Launch, launch_kernel
+from envoi.ops.moe.launches import launch_kernel
 from envoi.ops.moe.permute import AddedSlots
 
 KERNELS = "envoi.ops.moe.parallel.placement_kernels"
@@ -219,7 +219,7 @@ def place(
     sizes = placed.rank, placed.num_experts, placed.num_physical, placed.first_shared
     slots = topk_ids.contiguous(), topk_weights.contiguous()
     arguments = *slots, placed.table, *added.given, ids, weights, *added.sizes, *sizes, *added.form
-    launch_kernel(KERNELS, "place_kernel", Launch(added.grid, arguments, {"num_warps": 4}))
+    launch_kernel(KERNELS, "place_kernel", added.grid, arguments, {"num_warps": 4})
     return weights, ids
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
+from envoi.ops.moe.launches import launch_kernel, warps_for
 from envoi.ops.moe.parallel import nvlink
 from envoi.ops.moe.parallel.collectives import backend_of, end_collectives, queued_exchange, queued_gather
 from envoi.ops.moe.parallel.failure import BEGUN, DONE, GATHERED, Watch, oversee
@@ -169,7 +169,7 @@ class Rail:
     def mark(self, point: int) -> None:
         """Count that a call has passed a point."""
         arguments = self.counts, self.host, self.domain.state, self.head, point
-        launch_kernel(KERNELS, "mark_kernel", Launch((1,), arguments, {"num_warps": 1}))
+        launch_kernel(KERNELS, "mark_kernel", (1,), arguments, {"num_warps": 1})
 
 
 def open_rail(
@@ -234,7 +234,7 @@ def pack_parcel(
         topk_ids, topk_weights, rail.own_parcel.view(torch.int32), parcel.topk_ids // 4, parcel.weights // 4,
         topk_ids.numel(), topk_ids.shape[1], whole.slot_capacity, whole.num_topk, error_code,
     )  # fmt: skip
-    launch_kernel(KERNELS, "pack_slots_kernel", Launch((-(-whole.slot_capacity // PACKED),), arguments, nvlink.WARPS))
+    launch_kernel(KERNELS, "pack_slots_kernel", (-(-whole.slot_capacity // PACKED),), arguments, nvlink.WARPS)
     regions = whole.regions._replace(tokens=parcel.tokens, token_sf=parcel.token_sf)
     place = whole.tokens_in(rail.own_parcel, regions)
     nvlink.stage_tokens(rail.domain, tokens, topk_ids[:0], place)  # slots are counted once all hosts' are here
@@ -253,7 +253,7 @@ def unpack(rail: Rail) -> None:
         values, sf, next_power_of_2(domain.layout.num_ranks), next_power_of_2(whole.num_topk),
         next_power_of_2(num_words), next_power_of_2(whole.num_sf) if whole.num_sf else 0,
     )  # fmt: skip
-    launch_kernel(KERNELS, "unpack_kernel", Launch((len(rail.topk_ids),), arguments, nvlink.WARPS))
+    launch_kernel(KERNELS, "unpack_kernel", (len(rail.topk_ids),), arguments, nvlink.WARPS)
 
 
 def send_routing(rail: Rail) -> None:
@@ -268,7 +268,7 @@ def seal_parts(rail: Rail) -> None:
         nvlink.sum_into(rail.sent.view(len(rail.topk_ids), -1), rail.domain, rail.topk_ids)
     G = rail.layout.num_hosts
     arguments = rail.sent, rail.domain.state, rail.counts, rail.layout.part_columns, G, next_power_of_2(G)
-    launch_kernel(KERNELS, "seal_kernel", Launch((1,), arguments, {"num_warps": 1}))
+    launch_kernel(KERNELS, "seal_kernel", (1,), arguments, {"num_warps": 1})
 
 
 def sum_received(rail: Rail, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -282,5 +282,5 @@ def sum_received(rail: Rail, topk_ids: torch.Tensor) -> torch.Tensor:
             rail.received, topk_ids.contiguous(), rail.host_of, out, rail.domain.state, rail.late, rail.counts, width,
             rail.layout.part_columns, whole.num_topk, whole.num_experts, k, G, next_power_of_2(G), whole.presum, block,
         )  # fmt: skip
-        launch_kernel(KERNELS, "sum_hosts_kernel", Launch((M, -(-width // block)), arguments, warps_for(block)))
+        launch_kernel(KERNELS, "sum_hosts_kernel", (M, -(-width // block)), arguments, warps_for(block))
     return out

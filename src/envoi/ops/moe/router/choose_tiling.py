@@ -257,10 +257,7 @@ def predicted_cycles(
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
     is_many = M >= APART_ROWS and spec.num_experts >= APART_EXPERTS
-    if is_many:
-        loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms))
-    else:
-        loads = _load_cycles(hidden, spec, tiling, costs)
+    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms) if is_many else costs)
     loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
     products = _product_cycles(hidden, tiling, costs)
     both = loads + products if tiling.single_fill else (loads**3 + products**3) ** (1 / 3)

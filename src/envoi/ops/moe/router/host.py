@@ -105,17 +105,13 @@ def _tables(call: Call) -> Tables:
 
 
 def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
-    from envoi.ops.moe.router import kernel_triton
-    from envoi.runtime.launch import launch
-
-    launch(kernel_triton.router_kernel, *portable_arguments(call, outputs))
-
-
-def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int], tuple, dict[str, int]]:
-    """Return grid, arguments and options of the Triton kernel.
+    """Launch the Triton kernel.
 
     The tile depends only on the experts and dtypes, so that a token's bits don't depend on the number of tokens.
     """
+    from envoi.ops.moe.router import kernel_triton
+    from envoi.runtime.launch import launch
+
     spec = call.spec
     wide = call.tokens.dtype != call.gate.dtype or call.tokens.dtype == torch.float32
     block_m = 16
@@ -129,18 +125,14 @@ def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int],
         outputs["counts"], counters, spec, wide, block_m, block_k,
     )  # fmt: skip
     warps = 16 if spec.columns > 512 else 8 if spec.columns > 128 else 4
-    return (-(-tokens.shape[0] // block_m),), arguments, {"num_warps": warps, "num_stages": 3}
+    grid, options = (-(-tokens.shape[0] // block_m),), {"num_warps": warps, "num_stages": 3}
+    launch(kernel_triton.router_kernel, grid, arguments, options)
 
 
 def _run_blackwell(call: Call, outputs: dict[str, Any]) -> None:
     from envoi.ops.moe.router import kernel_blackwell
     from envoi.runtime.launch import launch
 
-    launch(kernel_blackwell.router_kernel, *blackwell_arguments(call, outputs))
-
-
-def blackwell_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int], tuple, dict[str, int]]:
-    """Return grid, arguments and options of the Blackwell kernel."""
     spec, (M, hidden) = replace(call.spec, gluon=True), call.tokens.shape
     tiling = tiling_of(hidden, spec)
     counters = workspace.counters(spec.num_experts + 1, call.tokens.device) if spec.want_counts else None
@@ -152,7 +144,8 @@ def blackwell_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int]
         M, hidden, call.alpha, call.routed_scale, logit_bias, expert_bias, outputs["weights"], outputs["ids"],
         outputs["logits"], outputs["dense"], _from(counters, 1), counts, offsets, counters, tiling, spec,
     )  # fmt: skip
-    return (cdiv(M, ROWS),), arguments, {"num_warps": ROWS // 32, "maxnreg": MOST_REGISTERS}
+    options = {"num_warps": ROWS // 32, "maxnreg": MOST_REGISTERS}
+    launch(kernel_blackwell.router_kernel, (cdiv(M, ROWS),), arguments, options)
 
 
 def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:

@@ -1,0 +1,32 @@
+"""What serving engines load of the package by name, and what it says where there is no such engine."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import fresh
+
+POINTS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+
+
+@pytest.mark.parametrize("engine", POINTS)
+def test_the_package_names_the_function(engine):
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    group = re.escape(POINTS[engine])
+    (found,) = re.findall(rf'\[project\.entry-points\."{group}"\].*\nenvoi = "(.*):(.*)"', text)
+    integration = importlib.import_module(f"envoi.integrations.{engine}")
+    assert getattr(importlib.import_module(found[0]), found[1]) is integration.register
+
+
+@pytest.mark.parametrize("engine", POINTS)
+def test_without_the_engine_a_line_says_so(engine):
+    found = fresh.run(
+        "import logging, os, sys\n"
+        f"os.environ['ENVOI_{engine.upper()}'] = '1'\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        f"from envoi.integrations.{engine} import register\n"
+        "register()"
+    )
+    assert found.stdout.count(f"Envoi runs no MoE layers: MovedError: there is no {engine}.") == 1, found
