@@ -273,12 +273,14 @@ def prefill_arguments(
     """Return grid, arguments and options of `prefill_scores_kernel`."""
     values, scales = _descriptors(p.k_cache)
     block = rows_of_block(p)
+    # Groups are stored where `select_arguments` reads them; `least` is 0 where the best come first, see `Order.least`.
+    groups = p.max_length > chunk_of(p, least == 0)
     programs = min(-(-num_rows // block) * -(-p.max_length // TILE), PREFILL_PROGRAMS_PER_SM * num_sms(p.q.device))
     return (programs,), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
         p.q.shape[1], least, max(32, next_power_of_2(-(-len(space.logits) // block))), block, PREFILL_STAGES,
-        p.max_length > chunk_of(p, least == 0), EARLY,
+        groups, EARLY,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(PREFILL_PROGRAMS_PER_SM)}  # fmt: skip
 
 
