@@ -69,7 +69,7 @@ def measure(case: Case, bench: Bench) -> Trial:
         others = _baselines(shape, rule, bench)
         if bench.on_gpu:
             others |= _peers(shape, rule, inputs[0])
-            if shape.m >= APART_ROWS and shape.n >= APART_EXPERTS:
+            if _may_differ(shape):
                 others["not_batch_invariant"] = lambda: routed(shape, rule, batch_invariant=False)
     if one_call:
         timing, baselines, missing = time_rounds(
@@ -87,10 +87,11 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 
 def rehearse(case: Case, device: torch.device) -> None:
-    """Make the case's call once."""
+    """Make the case's calls once."""
     shape = cast(RouterShape, case.shape)
     rule, biases = rule_of(shape.rule)
-    routed(shape, rule, dense=False)(make_inputs(shape, biases, device, 0))
+    for batch_invariant in {True, not _may_differ(shape)}:
+        routed(shape, rule, batch_invariant=batch_invariant)(make_inputs(shape, biases, device, 0))
 
 
 def rehearse_compiled(case: Case, device: torch.device) -> None:
@@ -107,6 +108,11 @@ def routed(shape: RouterShape, rule: Rule, dense: bool = False, batch_invariant:
         x.tokens, x.gate, shape.num_topk, rule=rule, logit_bias=x.logit_bias, expert_bias=x.expert_bias,
         return_dense=dense, batch_invariant=batch_invariant,
     )  # fmt: skip
+
+
+def _may_differ(shape: RouterShape) -> bool:
+    """Tell whether a call without batch invariance may launch other kernels."""
+    return shape.m >= APART_ROWS and shape.n >= APART_EXPERTS
 
 
 def _baselines(shape: RouterShape, rule: Rule, bench: Bench) -> dict[str, Callable[[], Step]]:
