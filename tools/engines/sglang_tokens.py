@@ -20,7 +20,7 @@ from pathlib import Path
 from tools.engines import tokens
 
 TOKENS, LOG = "tokens.json", "log.txt"  # what a server leaves in its folder
-SHOWN = 6000  # last characters of a log that are shown when a server ends early
+SHOWN = 6000  # last characters of a server's log that are shown when it failed
 
 
 def main() -> int:
@@ -41,14 +41,16 @@ def main() -> int:
         command = [sys.executable, "-m", "tools.engines.sglang_tokens", *sys.argv[1:], "--serve", name]
         with (folder / LOG).open("w") as log:
             try:
-                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=args.limit, check=True)
-            except subprocess.SubprocessError as error:
-                print((folder / LOG).read_text()[-SHOWN:])
-                print(f"FAILED: no server: {error}")
-                return 1
-        said = said_in((folder / LOG).read_text())
+                code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=args.limit).returncode
+            except subprocess.TimeoutExpired:
+                code = f"none after {args.limit} s"
+        text = (folder / LOG).read_text()
+        if code != 0:
+            print(f"{text[-SHOWN:]}\nFAILED: no server, exit status: {code}")
+            return 1
         served, again = json.loads((folder / TOKENS).read_text())
-    if not tokens.runs_as_asked(said, args.backend, time.time() - begun):
+    if not tokens.runs_as_asked(said_in(text), args.backend, time.time() - begun):
+        print(text[-SHOWN:])
         return 1
     return tokens.compare(args, prompts, served, served == again)
 
