@@ -49,6 +49,7 @@ def main() -> int:
             print(f"{text[-SHOWN:]}\nFAILED: no server, exit status: {code}")
             return 1
         served, again = json.loads((folder / TOKENS).read_text())
+    print("; ".join(re.findall("Engine startup timings.*", text)))
     if not tokens.runs_as_asked(said_in(text), args.backend, time.time() - begun):
         print(text[-SHOWN:])
         return 1
