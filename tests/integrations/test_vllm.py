@@ -135,6 +135,14 @@ def test_envoi_is_chosen(vllm, format, caplog):
     ]
 
 
+def test_a_layer_is_chosen_in_the_sizes_that_vllm_pads_it_to(vllm, caplog):
+    caplog.set_level(logging.INFO)
+    integration.register()
+    backend, chosen = selector(vllm, "mxfp4")(config(vllm, intermediate_size_per_partition=I - 24))
+    assert (backend.name, chosen.format) == ("XPU", "mxfp4"), caplog.text
+    assert "4 experts of 256 x 128" in caplog.text
+
+
 def test_deepseek_v4s_experts_are_chosen(vllm, caplog):
     caplog.set_level(logging.INFO)
     integration.register()

@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ KEYS = {
     "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
     "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
 }  # fmt: skip
+# vLLM's function by which it pads a layer's sizes for such a name, once it has chosen; weights are made in those.
+PADDED = "mxfp4_round_up_hidden_size_and_intermediate_size"
 SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
@@ -62,7 +65,7 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
     def choose(*arguments: Any, **named: Any) -> Any:
         try:
             given = signature.bind(*arguments, **named).arguments
-            found = _choose(oracle, given, names)
+            found = _choose(oracle, given, backend, names)
         except Exception as error:
             say(logger, logging.WARNING, f"vLLM's kernels run the {oracle} MoE layers: {type(error).__name__}: {error}")
             found = None
@@ -71,7 +74,7 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
     return choose
 
 
-def _choose(oracle: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> type | None:
+def _choose(oracle: str, given: Mapping[str, Any], backend: Any, names: Mapping[str, Any]) -> type | None:
     """Return Envoi's class for a layer, None if vLLM's kernels run it; say once which and why."""
     from envoi.integrations.vllm import experts  # Envoi's kernels aren't imported before a layer is chosen
 
@@ -87,6 +90,9 @@ def _choose(oracle: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> 
         say(logger, logging.INFO, f"vLLM's kernels run the {oracle} MoE layers: {why}")
         return None
     layer = experts.layer_of(config, format, config.activation)
+    if format == "mxfp4":
+        hidden, intermediate = names[PADDED](backend, layer.hidden, layer.intermediate)
+        layer = replace(layer, hidden=hidden, intermediate=intermediate)
     found = experts.experts_class(format)
     form = names["FusedMoEActivationFormat"].Standard
     supported, why = found.is_supported_config(found, config, weight_key, activation_key, form)
