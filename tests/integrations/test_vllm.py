@@ -195,6 +195,20 @@ def test_weights_that_processes_share_arent_reordered(vllm, format, caplog):
     assert own == (format not in engines.VIEWED) == ("are shared with other processes" in caplog.text)
 
 
+@pytest.mark.parametrize("asked", [None, "kMxfp8Dynamic"])
+def test_activations_that_are_asked_for_win(vllm, asked, caplog):
+    quantization = SimpleNamespace(moe=SimpleNamespace(activation=asked), linear=None)
+    settings = SimpleNamespace(
+        model_config=SimpleNamespace(quantization_config=quantization),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    vllm["vllm.config"].get_current_vllm_config_or_none = lambda: settings
+    caplog.set_level(logging.INFO)
+    integration.register()
+    assert (selector(vllm, "mxfp4")(config(vllm)) == OWN) == (asked is not None)
+    assert ("activations in kMxfp8Dynamic are asked for" in caplog.text) == (asked is not None)
+
+
 @pytest.mark.parametrize("name", select.NAMED_BY["fp8"])
 def test_a_variable_that_names_a_kernel_wins(vllm, name, monkeypatch):
     integration.register()

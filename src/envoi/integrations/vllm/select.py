@@ -135,9 +135,17 @@ def why_not(oracle: str, config: Any, format: str | None, activation_key: Any, n
     if parallel.use_all2all_kernels and parallel.all2all_backend not in ALL_GATHER:
         return f"tokens come by {parallel.all2all_backend}, with which Envoi is untested"
     settings = names["get_current_vllm_config_or_none"]()
-    elastic = getattr(getattr(settings, "parallel_config", None), "enable_elastic_ep", False)
+    asked = _setting(settings, "model_config.quantization_config.moe.activation")
+    if oracle == "mxfp4" and asked is not None:
+        return f"activations in {asked} are asked for, and beside MXFP4 weights Envoi's are in bfloat16"
+    elastic = _setting(settings, "parallel_config.enable_elastic_ep")
     if elastic and not layer_of(config, format, config.activation).is_viewed:
         return "elastic expert parallelism hands weights to new ranks, and Envoi keeps these in an order of its own"
-    if format not in engines.VIEWED and getattr(getattr(settings, "load_config", None), "load_format", "") == SHARED:
+    if format not in engines.VIEWED and _setting(settings, "load_config.load_format") == SHARED:
         return "their weights are shared with other processes, and Envoi would reorder them"
     return ""
+
+
+def _setting(settings: Any, path: str) -> Any:
+    """Return a field of vLLM's configuration, None where there is none on the path."""
+    return functools.reduce(lambda place, name: getattr(place, name, None), path.split("."), settings)
