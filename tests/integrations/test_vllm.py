@@ -195,6 +195,20 @@ def test_weights_that_processes_share_arent_reordered(vllm, format, caplog):
     assert own == (format not in engines.VIEWED) == ("are shared with other processes" in caplog.text)
 
 
+@pytest.mark.parametrize(("module", "ours"), [(f"{select.LAYERS}quantization.fp8", True), ("vllm.models.muse", False)])
+def test_a_models_own_method_gets_vllms_kernels(vllm, module, ours, caplog):
+    class Method:
+        __module__ = module
+
+        def __init__(self) -> None:
+            self.chosen = selector(vllm, "unquantized")(config(vllm))
+
+    caplog.set_level(logging.INFO)
+    integration.register()
+    assert (Method().chosen != OWN) == ours
+    assert ("Method chooses among them itself" in caplog.text) == (not ours)
+
+
 @pytest.mark.parametrize("asked", [None, "kMxfp8Dynamic"])
 def test_activations_that_are_asked_for_win(vllm, asked, caplog):
     quantization = SimpleNamespace(moe=SimpleNamespace(activation=asked), linear=None)

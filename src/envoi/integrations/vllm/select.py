@@ -34,6 +34,7 @@ KEYS = {
 }  # fmt: skip
 # vLLM's function by which it pads a layer's sizes for such a name, once it has chosen; weights are made in those.
 PADDED = "mxfp4_round_up_hidden_size_and_intermediate_size"
+LAYERS = "vllm.model_executor.layers."  # module of methods that take whatever kernel is chosen
 SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
@@ -65,13 +66,23 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
     def choose(*arguments: Any, **named: Any) -> Any:
         try:
             given = signature.bind(*arguments, **named).arguments
-            found = _choose(oracle, given, backend, names)
+            caller = sys._getframe(1).f_locals.get("self")
+            found = None if _is_a_models(caller, oracle) else _choose(oracle, given, backend, names)
         except Exception as error:
             say(logger, logging.WARNING, f"vLLM's kernels run the {oracle} MoE layers: {type(error).__name__}: {error}")
             found = None
         return old(*arguments, **named) if found is None else (backend, found)
 
     return choose
+
+
+def _is_a_models(method: Any, oracle: str) -> bool:
+    """Tell whether a model's own method asks for a kernel, which ends the server if it doesn't know it; say so once."""
+    kind = type(method)
+    if method is None or kind.__module__.startswith(LAYERS):
+        return False
+    say(logger, logging.INFO, f"vLLM's kernels run the {oracle} MoE layers: {kind.__name__} chooses among them itself")
+    return True
 
 
 def _choose(oracle: str, given: Mapping[str, Any], backend: Any, names: Mapping[str, Any]) -> type | None:
