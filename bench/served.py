@@ -83,6 +83,7 @@ def _caption(measurements: Sequence[Measurement]) -> str:
     rounds = ", ".join(dict.fromkeys(str(m.n) for m in measurements))
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return (
-        f"Tokens/s, vLLM's own kernels to Envoi's. One {measurements[0].gpu}, {torches}, {when}, commit {commits}; medians of {rounds} rounds, in turns. "
-        f"Seconds of a first start with empty caches, all engines of a model at once: {ready}."
+        f"Tokens/s, vLLM's own kernels to Envoi's. One {measurements[0].gpu}, {torches}, {when}, commit {commits}; "
+        f"medians of {rounds} rounds, in turns. Seconds of a first start with empty caches, all engines of a model at "
+        f"once: {ready}."
     )
