@@ -75,6 +75,7 @@ BASELINES = {
     "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
     "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "batch_invariant": "Envoi with batch_invariant=True, which gives a row the same bits whatever the others are",
+    "not_batch_invariant": "Envoi with batch_invariant=False, of many tokens and experts, where it may differ",
     "separate": "Envoi's own call of the routed experts, the shared one as two GEMMs of Envoi's own, and a sum",
     "counted": "Envoi's own call over NCCL (gloo on CPUs) where ranks count the rows that they send",
     "staged": "Envoi's own call with the pull in a launch of its own, from a CUDA graph",

@@ -8,7 +8,7 @@ from envoi.table import number
 
 OWN_FORMS = (
     "plain", "bf16", "dense", "launched", "counted", "staged", "graph", "concat", "interleaved", "batch_invariant",
-    "as_busy", "unordered", "routed", "separate", "fp8_results",
+    "not_batch_invariant", "as_busy", "unordered", "routed", "separate", "fp8_results",
 )  # fmt: skip
 # Envoi's own other forms, roofs, and a product without what the epilogue does.
 NOT_THE_SAME_WORK = {*OWN_FORMS, "copy", "empty", "tokens", "cublas", "torch_mm"}

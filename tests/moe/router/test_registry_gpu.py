@@ -5,7 +5,7 @@ import torch
 
 from envoi.ops.moe.router import host
 from tests.helpers.launches import assert_same_code, watched
-from tests.moe.router.sides import Given, expected, judge, torchs_product
+from tests.moe.router.sides import EVERYTHING, Given, expected, judge, torchs_product
 from tools.kernel_cases import router as cases
 
 pytestmark = pytest.mark.gpu
@@ -36,12 +36,16 @@ def test_registered(case, monkeypatch):
     given = Given(x.tokens, x.gate, case.k, rule, 1.0, None, x.expert_bias, x.token_ids, x.hash_table)
     launched = {}
     with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):
-        got = given.route() if case.everything else given.route(return_logits=False)
+        got = given.route(
+            **(EVERYTHING if case.everything else {}), batch_invariant=case.batch_invariant,
+            weights_dtype=cases.DTYPES[case.weights],
+        )  # fmt: skip
     if case.everything:
         judge(given, got)
     weights, ids = expected(given, torchs_product(x.tokens, x.gate))
     same = (got.topk_ids == ids).all(1)
     assert same.float().mean() > 0.99  # near ties may fall the other way
-    torch.testing.assert_close(got.topk_weights[same], weights[same], rtol=1e-4, atol=1e-6)
+    rounding = 0.0 if case.weights == "fp32" else torch.finfo(got.topk_weights.dtype).eps / 2
+    torch.testing.assert_close(got.topk_weights[same].float(), weights[same], rtol=1e-4 + rounding, atol=1e-6)
     if torch.cuda.get_device_capability() == HOPPER:
         assert_same_code(case.title, cases.launch_of(case), launched)
