@@ -46,11 +46,11 @@ def _parts(m: Measurement) -> dict[str, str]:
 
 
 def _by_model(measurements: Sequence[Measurement]) -> dict[str, dict[str, Measurement]]:
-    """Return the measurements by model, then by step."""
+    """Return the measurements by model and vLLM's version, then by step."""
     found: dict[str, dict[str, Measurement]] = {}
     for m in measurements:
         parts = _parts(m)
-        name = f"{parts['model']}, {parts['format']}, {parts['layers']} layers"
+        name = f"{parts['model']}, {parts['format']}, {parts['layers']} layers, vLLM {version(m.details, BASELINE)}"
         found.setdefault(name, {})[parts["step"]] = m
     return found
 
@@ -83,7 +83,7 @@ def _caption(measurements: Sequence[Measurement]) -> str:
     rounds = ", ".join(dict.fromkeys(str(m.n) for m in measurements))
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return (
-        f"Tokens/s, vLLM's own kernels to Envoi's. One {measurements[0].gpu}, vLLM {_versions(measurements)}, "
-        f"{torches}, {when}, commit {commits}; medians of {rounds} rounds, in turns. "
-        f"Seconds of a first start with empty caches, all engines of a model at once: {ready}."
+        f"Tokens/s, vLLM's own kernels to Envoi's. One {measurements[0].gpu}, {torches}, {when}, commit {commits}; "
+        f"medians of {rounds} rounds, in turns. Seconds of a first start with empty caches, all engines of a model at "
+        f"once: {ready}."
     )

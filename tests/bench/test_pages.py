@@ -73,11 +73,11 @@ def test_served_models_are_a_table_and_a_line_of_the_rows(tmp_path):
     assert [line.strip("| ") for line in text.splitlines() if line.startswith("|")] == [
         "sizes of | prefill 2x500 | decode 4",
         "--- | ---: | ---:",
-        "M, bf16, 4 layers | 500 to 1,000 (2.00x) | 32,000 to 40,000 (1.25x)",
-        "M, bf16, 4 layers, `ENVOI_VLLM_ROUTE=1` | 500 to 2,000 (4.00x) | -",
-        "N, mxfp4, 4 layers | 10,000 to 10,000 (1.00x) | 44,444 to 40,000 (0.90x)",
+        "M, bf16, 4 layers, vLLM 0.26.0 | 500 to 1,000 (2.00x) | 32,000 to 40,000 (1.25x)",
+        "M, bf16, 4 layers, vLLM 0.26.0, `ENVOI_VLLM_ROUTE=1` | 500 to 2,000 (4.00x) | -",
+        "N, mxfp4, 4 layers, vLLM 0.26.0 | 10,000 to 10,000 (1.00x) | 44,444 to 40,000 (0.90x)",
     ]
-    assert "vLLM 0.26.0" in text and "M, bf16, 4 layers: 3.0 (default 2.0)" in text
+    assert "M, bf16, 4 layers, vLLM 0.26.0: 3.0 (default 2.0)" in text
     line = render("<!-- bench:engine:h200:line -->x<!-- /bench -->", tmp_path)
     assert "-->1.00 to 2.00 times the tokens/s in prefill and 0.90 to 1.25 times the tokens/s in decode (" in line
     assert render("<!-- bench:engine:h100:line -->x<!-- /bench -->", tmp_path).count("not measured") == 1

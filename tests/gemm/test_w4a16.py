@@ -170,13 +170,6 @@ def test_what_the_kernels_for_few_tokens_take():
     assert why_not_decode_mx(by_rows, 1) == "the weights' order"
 
 
-def test_triton_3_8_gets_few_slots_alone(monkeypatch):
-    wide = layer(32, hidden=64, intermediate=64)
-    assert decode_mx_pays(wide, 360, 1)
-    monkeypatch.setattr("envoi.runtime.triton_compat.WHOLE_VIEWS", True)
-    assert decode_mx_pays(wide, 64, 1) and not decode_mx_pays(wide, 65, 1)
-
-
 def test_what_the_kernels_for_few_fp8_tokens_take():
     fp8 = layer(put=to_fp8_fragments)
     assert why_not_decode_mx(fp8, 1) == ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from envoi.integrations import engines, lines
 from envoi.integrations.names import Fact, Used
+from envoi.integrations.vllm.select import BACKENDS, PADDED
 
 RECORD = json.loads((Path(__file__).parent / "engines.json").read_text())
 OWN = ("the engine's", None)  # what an engine's function answers
@@ -43,6 +44,8 @@ def install(monkeypatch: Any, found: dict[str, ModuleType], integration: ModuleT
 
 def stand_in(used: Used, fact: Fact) -> Any:
     """Return a function, a class, an enum or a value as a fact says."""
+    if used.name == PADDED:
+        return padded
     if used.takes:
         return function(fact["parameters"])
     if used.abstract is not None:
@@ -57,6 +60,12 @@ def stand_in(used: Used, fact: Fact) -> Any:
     if used.name.startswith("k"):
         return used.name
     return (lambda: None) if used.name.startswith("get_") else type(used.name, (), {})
+
+
+def padded(backend: Any, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
+    """Stand for vLLM's function that pads sizes, as it answers for the backend whose name Envoi's layers get."""
+    assert backend.name == BACKENDS["mxfp4"][1]
+    return hidden_size, -(-intermediate_size // 64) * 64
 
 
 def function(parameters: Sequence[str], result: Any = OWN) -> Any:

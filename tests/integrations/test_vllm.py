@@ -135,6 +135,14 @@ def test_envoi_is_chosen(vllm, format, caplog):
     ]
 
 
+def test_a_layer_is_chosen_in_the_sizes_that_vllm_pads_it_to(vllm, caplog):
+    caplog.set_level(logging.INFO)
+    integration.register()
+    backend, chosen = selector(vllm, "mxfp4")(config(vllm, intermediate_size_per_partition=I - 24))
+    assert (backend.name, chosen.format) == ("XPU", "mxfp4"), caplog.text
+    assert "4 experts of 256 x 128" in caplog.text
+
+
 def test_deepseek_v4s_experts_are_chosen(vllm, caplog):
     caplog.set_level(logging.INFO)
     integration.register()
@@ -185,6 +193,34 @@ def test_weights_that_processes_share_arent_reordered(vllm, format, caplog):
     oracle, keys = KEYS[format]
     own = selector(vllm, oracle)(config(vllm), *keys) == OWN
     assert own == (format not in engines.VIEWED) == ("are shared with other processes" in caplog.text)
+
+
+@pytest.mark.parametrize(("module", "ours"), [(f"{select.LAYERS}quantization.fp8", True), ("vllm.models.muse", False)])
+def test_a_models_own_method_gets_vllms_kernels(vllm, module, ours, caplog):
+    class Method:
+        __module__ = module
+
+        def __init__(self) -> None:
+            self.chosen = selector(vllm, "unquantized")(config(vllm))
+
+    caplog.set_level(logging.INFO)
+    integration.register()
+    assert (Method().chosen != OWN) == ours
+    assert ("Method chooses among them itself" in caplog.text) == (not ours)
+
+
+@pytest.mark.parametrize("asked", [None, "kMxfp8Dynamic"])
+def test_activations_that_are_asked_for_win(vllm, asked, caplog):
+    quantization = SimpleNamespace(moe=SimpleNamespace(activation=asked), linear=None)
+    settings = SimpleNamespace(
+        model_config=SimpleNamespace(quantization_config=quantization),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    vllm["vllm.config"].get_current_vllm_config_or_none = lambda: settings
+    caplog.set_level(logging.INFO)
+    integration.register()
+    assert (selector(vllm, "mxfp4")(config(vllm)) == OWN) == (asked is not None)
+    assert ("activations in kMxfp8Dynamic are asked for" in caplog.text) == (asked is not None)
 
 
 @pytest.mark.parametrize("name", select.NAMED_BY["fp8"])

@@ -153,7 +153,7 @@ def test_elastic_ranks_are_refused(vllm, caplog, monkeypatch):  # noqa: F811
     vllm["vllm.config"].get_current_vllm_config_or_none = lambda: settings
     caplog.set_level(logging.INFO)
     made(vllm, "bf16", with_biases("bf16"))
-    select._choose("mxfp4", {"moe_config": config(vllm)}, vars_of(vllm))
+    select._choose("mxfp4", {"moe_config": config(vllm)}, None, vars_of(vllm))
     assert "elastic expert parallelism" in caplog.text
 
 

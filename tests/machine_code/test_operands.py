@@ -1,9 +1,9 @@
-"""Registers that a wgmma in flight reads."""
+"""Registers that instructions read too early or too late."""
 
 import pytest
 
 from tools.machine_code import gate
-from tools.machine_code.operands import overwritten
+from tools.machine_code.operands import cast_early, overwritten
 
 ISSUED = "/*0010*/ QGMMA.64x16x32.F32.E4M3.E4M3 R24, R40, gdesc[UR20], RZ, !UPT, gsb0 ;\n"
 NEXT = "/*0020*/ QGMMA.64x16x32.F32.E4M3.E4M3 R32, R44, gdesc[UR20], RZ, !UPT, gsb0 ;\n"
@@ -37,6 +37,23 @@ def test_what_reads_is_allowed(read):
 def test_the_second_of_two_in_flight_keeps_its_registers():
     line = "/*0040*/ VIADD R45, R45, 0x1 ;\n"
     assert overwritten(ISSUED + NEXT + WAIT.format(1) + line) == ("0040: VIADD R45, R45, 0x1",)
+
+
+CAST, BACK = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R8, R9, R8, RZ", "F2FP.F16.E4M3.UNPACK_B R19, R8"
+
+
+@pytest.mark.parametrize("first", [CAST, "LDSM.16.M88.4 R8, [R4]", "LDG.E.64 R7, desc[UR4][R2.64]"])
+def test_a_cast_back_reads_what_is_cast(first):
+    assert cast_early(lines(first, BACK, CAST)) == ()
+
+
+@pytest.mark.parametrize("first", ["S2R R8, SR_TID.X", "IADD3 R7, R8, R9, RZ"])
+def test_a_cast_back_that_comes_first_is_found(first):
+    assert cast_early(lines(first, BACK, CAST)) == (f"0010: {BACK}",)
+
+
+def lines(*instructions: str) -> str:
+    return "".join(f"/*{16 * i:04x}*/ {x} ;\n" for i, x in enumerate(instructions))
 
 
 @pytest.mark.slow  # only another assembler forgets them

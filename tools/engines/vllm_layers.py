@@ -69,7 +69,8 @@ class FakeLayer(torch.nn.Module):
         self.expert_map: torch.Tensor | None = None
         self.apply_router_weight_on_input = False
         self.global_num_experts = self.local_num_experts = moe_config.num_experts
-        self.hidden_size, self.intermediate_size_per_partition = H, I
+        self.hidden_size = moe_config.hidden_dim
+        self.intermediate_size_per_partition = moe_config.intermediate_size_per_partition
         for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"):
             setattr(self, name, getattr(moe_config, name))
         self.num_expert_group = self.topk_group = self.e_score_correction_bias = None
@@ -133,13 +134,17 @@ def made(
     from envoi.integrations.vllm import loading
     from envoi.integrations.vllm.used import ALL
 
+    sizes = method.maybe_roundup_sizes(
+        H, moe_config.intermediate_size_per_partition, torch.bfloat16, moe_config.moe_parallel_config
+    )
+    moe_config.hidden_dim, moe_config.intermediate_size_per_partition = sizes
     layer = FakeLayer(moe_config)
     layer.quant_method = method
     loading.follow(layer, found_names(ALL))
     local = E if expert_map is None else int((expert_map >= 0).sum())
     layer.expert_map, layer.local_num_experts = expert_map, local
     with torch.device(DEVICE):
-        method.create_weights(layer, local, H, I, torch.bfloat16, weight_loader=load_whole, global_num_experts=E)
+        method.create_weights(layer, local, *sizes, torch.bfloat16, weight_loader=load_whole, global_num_experts=E)
         layerwise.record_metadata_for_reloading(layer)
     fill(layer, seed)
     loaded = weights_of(layer)
@@ -325,6 +330,7 @@ CASES: dict[str, tuple[str, Callable, dict[str, Any]]] = {
     "fp8 a row": ("fp8_row", channel_method, {}),
     "mxfp8": ("mxfp8", lambda c: modelopt_method(c, "mxfp8"), {}),
     "mxfp4 of gpt-oss": ("mxfp4", oss_method, OSS),
+    "mxfp4 of gpt-oss, padded": ("mxfp4", oss_method, OSS | {"intermediate_size": I - I // 16}),  # as with -tp 4
     "mxfp4 of DeepSeek-V4": ("mxfp4", v4_method, {"swiglu_limit": 10.0}),
     "nvfp4, W4A16": ("nvfp4", lambda c: modelopt_method(c, "W4A16_NVFP4"), {}),
     "nvfp4, W4A4": ("nvfp4", lambda c: modelopt_method(c, "NVFP4"), {}),

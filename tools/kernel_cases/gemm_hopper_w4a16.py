@@ -3,15 +3,12 @@
 On a layer of gpt-oss-20b's sizes: 2880/2880, 32 experts, top-4, biases; the kernels for few tokens also on 4096/1536.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
-from unittest import mock
 
 import torch
 
-from envoi.ops.gemm.hopper_w4a16 import few_config
 from envoi.runtime.program import Launch, without_memory
 from envoi.types import ExpertWeights, QuantTensor
 from tools.kernel_cases import HOPPER, KernelCase
@@ -138,12 +135,7 @@ CASES = (
 
 
 def launch_of(case: Case) -> Launch:
-    """Return the launch of a case on an H200, also of a kernel that no call takes under the installed Triton."""
-    with mock.patch.object(few_config, "most_slots", lambda: math.inf):
-        return _launch_of(case)
-
-
-def _launch_of(case: Case) -> Launch:
+    """Return the launch of a case on an H200."""
     sizes = *case.sizes, NUM_EXPERTS, NUM_TOPK
     if case.int4 is not None:
         layer = Int4Layer("int4", case.num_tokens, *sizes, "swiglu_oai", has_bias=True, form=case.int4)

@@ -24,7 +24,7 @@ from tools.kernel_cases import gemm_hopper as hopper
 from tools.machine_code import source
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import Record, record_of
-from tools.machine_code.operands import overwritten
+from tools.machine_code.operands import cast_early, overwritten
 from tools.machine_code.together import disassemble_together
 
 FORMAT = 2
@@ -278,6 +278,7 @@ def _judge(target: tuple[str, str]) -> tuple[str, Accepted | None, list[str]]:
             made, text = count(*target)
             counted, wrong = counts(made), broken(made, text, needs_of(*target), known_of(title))
             wrong += [f"a wgmma in flight reads what is written: {line}" for line in overwritten(text)]
+            wrong += [f"a cast from E4M3 comes before its codes: {line}" for line in cast_early(text)]
     except ValueError as error:
         return title, None, [str(error)]
     # Without a hash the tests compile it, and say what is wrong.

@@ -1,7 +1,8 @@
-"""Registers that a wgmma in flight still reads: nothing may write them before a wait for it.
+"""Registers that an instruction reads too early or too late, by two known faults of an assembler.
 
-The assembler has to see to it. That of CUDA 12.9, which Triton 3.8 uses for Hopper, is known to forget it in some
-kernels whose first operand is in registers, as 4-bit weights are.
+That of CUDA 12.9, which Triton 3.8 uses for Hopper, may forget that a wgmma in flight still reads its first operand, if
+that is in registers as 4-bit weights are: nothing may write them before a wait for it. And where numbers are cast to
+E4M3 and back, it may move the cast back before the other, whose register then holds something else.
 """
 
 import re
@@ -14,6 +15,8 @@ PREDICATE = re.compile(r"!?U?P[\dT]")
 REGISTER = re.compile(r"R(\d+)")
 WIDTH = re.compile(r"\.(64|128)\b")
 PAIRS = ("IMAD.WIDE", "CS2R")
+TO_E4M3, FROM_E4M3 = "F2FP.SATFINITE.E4M3", "F2FP.F16.E4M3.UNPACK"
+CODES = ("F2FP", "LD", "PRMT", "SHF")  # what gives codes of E4M3: a cast, memory, bytes of another register
 NOTHING_WRITTEN = re.compile(r"\w*SETP|WARPSYNC|ST[GSL]?\b|BR[AX]|RET")
 
 
@@ -36,6 +39,25 @@ def overwritten(text: str) -> tuple[str, ...]:
                 groups[-1].append(range(int(first[1]), int(first[1]) + REGISTERS_OF_A))
             if "gsb0" in operands:
                 groups.append([])
+    return tuple(found)
+
+
+def cast_early(text: str) -> tuple[str, ...]:
+    """Return the casts from E4M3 of a disassembly whose register nothing before them in the text fills with codes.
+
+    None of a kernel that doesn't cast to E4M3.
+    """
+    if TO_E4M3 not in text:
+        return ()
+    filled: dict[int, str] = {}  # register -> what wrote it last
+    found = []
+    for address, opcode, operands in INSTRUCTION.findall(text):
+        if opcode.startswith(FROM_E4M3):
+            read = REGISTER.match(operands.split(",")[1].strip())
+            if read is not None and not filled.get(int(read[1]), "").startswith(CODES):
+                found.append(f"{address}: {opcode} {operands.strip()}")
+        for written in _written(opcode, operands):
+            filled.update((register, opcode) for register in written)
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from envoi import env
+from envoi.runtime.triton_compat import CASTS_BACK
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 AMAX_FLOOR: tl.constexpr = tl.constexpr(1e-30)
@@ -194,10 +195,29 @@ def e4m3(x):
 
 
 @triton.jit
+def near_e4m3(x):
+    """Round float32 of at most 448 to the next number of E4M3, in float32."""
+    # A sum with this has E4M3's last digit as its own: that of x's binade, below 2^-6 that of 2^-6.
+    large = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.maximum(large, 0.015625) * 1572864.0
+    return (x + large) - large
+
+
+@triton.jit
+def cast_back(code, x):
+    """Return the float32 of code, which is x in E4M3, x of at most 448."""
+    if CASTS_BACK:
+        return code.to(tl.float32)
+    else:
+        return near_e4m3(x)
+
+
+@triton.jit
 def e4m3_scale(x):
     """Return a scale factor rounded to E4M3, and the float32 inverse of the rounded factor."""
-    sf = minimum(maximum(x, 0.001953125), 448.0).to(tl.float8e4nv)
-    return sf, 1.0 / sf.to(tl.float32)
+    x = minimum(maximum(x, 0.001953125), 448.0)
+    sf = x.to(tl.float8e4nv)
+    return sf, 1.0 / cast_back(sf, x)
 
 
 @triton.jit

@@ -41,6 +41,10 @@ role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrie
 # In every GEMM the producer gives consumers more registers: the compiler since 3.7 keeps more values alive.
 MORE_REGISTERS = gl.constexpr(not VERSION.startswith("3.6."))
 
+# Whether numbers that were just cast to E4M3 may be cast back. The assembler of 3.8 (CUDA 12.9) has moved that cast
+# before the first one, where it read another register: `tools.machine_code.operands`.
+CASTS_BACK = gl.constexpr(VERSION.startswith("3.6."))
+
 # TMA: (descriptor, corner, barrier, buffer, pred=True) and (descriptor, corner, buffer). Renamed in 3.8.
 # `tma.store_wait` keeps its name; its new argument defaults to read_only=True, its behaviour in all releases.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

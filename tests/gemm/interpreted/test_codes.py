@@ -54,6 +54,12 @@ def test_bf16():
     assert_same_bits(through(codes_triton.widen, every, torch.float32), every.float())
 
 
+def test_numbers_of_e4m3_by_arithmetic_are_those_of_the_cast():
+    x = X[X.abs() <= 448]
+    got = through(device.near_e4m3, x, torch.float32)
+    assert_same_bits(got + 0.0, x.to(torch.float8_e4m3fn).float() + 0.0)  # of zeros it loses the sign
+
+
 @pytest.mark.parametrize("function", [codes_triton.to_e4m3, tile_triton.e4m3])
 def test_e4m3(function):
     got = through(function, X, torch.uint8).view(torch.float8_e4m3fn)

@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ KEYS = {
     "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
     "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
 }  # fmt: skip
+# vLLM's function by which it pads a layer's sizes for such a name, once it has chosen; weights are made in those.
+PADDED = "mxfp4_round_up_hidden_size_and_intermediate_size"
+LAYERS = "vllm.model_executor.layers."  # module of methods that take whatever kernel is chosen
 SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
@@ -62,7 +66,8 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
     def choose(*arguments: Any, **named: Any) -> Any:
         try:
             given = signature.bind(*arguments, **named).arguments
-            found = _choose(oracle, given, names)
+            caller = sys._getframe(1).f_locals.get("self")
+            found = None if _is_a_models(caller, oracle) else _choose(oracle, given, backend, names)
         except Exception as error:
             say(logger, logging.WARNING, f"vLLM's kernels run the {oracle} MoE layers: {type(error).__name__}: {error}")
             found = None
@@ -71,7 +76,16 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
     return choose
 
 
-def _choose(oracle: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> type | None:
+def _is_a_models(method: Any, oracle: str) -> bool:
+    """Tell whether a model's own method asks for a kernel, which ends the server if it doesn't know it; say so once."""
+    kind = type(method)
+    if method is None or kind.__module__.startswith(LAYERS):
+        return False
+    say(logger, logging.INFO, f"vLLM's kernels run the {oracle} MoE layers: {kind.__name__} chooses among them itself")
+    return True
+
+
+def _choose(oracle: str, given: Mapping[str, Any], backend: Any, names: Mapping[str, Any]) -> type | None:
     """Return Envoi's class for a layer, None if vLLM's kernels run it; say once which and why."""
     from envoi.integrations.vllm import experts  # Envoi's kernels aren't imported before a layer is chosen
 
@@ -87,6 +101,9 @@ def _choose(oracle: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> 
         say(logger, logging.INFO, f"vLLM's kernels run the {oracle} MoE layers: {why}")
         return None
     layer = experts.layer_of(config, format, config.activation)
+    if format == "mxfp4":
+        hidden, intermediate = names[PADDED](backend, layer.hidden, layer.intermediate)
+        layer = replace(layer, hidden=hidden, intermediate=intermediate)
     found = experts.experts_class(format)
     form = names["FusedMoEActivationFormat"].Standard
     supported, why = found.is_supported_config(found, config, weight_key, activation_key, form)
@@ -129,9 +146,17 @@ def why_not(oracle: str, config: Any, format: str | None, activation_key: Any, n
     if parallel.use_all2all_kernels and parallel.all2all_backend not in ALL_GATHER:
         return f"tokens come by {parallel.all2all_backend}, with which Envoi is untested"
     settings = names["get_current_vllm_config_or_none"]()
-    elastic = getattr(getattr(settings, "parallel_config", None), "enable_elastic_ep", False)
+    asked = _setting(settings, "model_config.quantization_config.moe.activation")
+    if oracle == "mxfp4" and asked is not None:
+        return f"activations in {asked} are asked for, and beside MXFP4 weights Envoi's are in bfloat16"
+    elastic = _setting(settings, "parallel_config.enable_elastic_ep")
     if elastic and not layer_of(config, format, config.activation).is_viewed:
         return "elastic expert parallelism hands weights to new ranks, and Envoi keeps these in an order of its own"
-    if format not in engines.VIEWED and getattr(getattr(settings, "load_config", None), "load_format", "") == SHARED:
+    if format not in engines.VIEWED and _setting(settings, "load_config.load_format") == SHARED:
         return "their weights are shared with other processes, and Envoi would reorder them"
     return ""
+
+
+def _setting(settings: Any, path: str) -> Any:
+    """Return a field of vLLM's configuration, None where there is none on the path."""
+    return functools.reduce(lambda place, name: getattr(place, name, None), path.split("."), settings)

@@ -104,6 +104,10 @@ ALL = (
     ),
     *SELECTORS.values(),
     *BACKENDS.values(),
+    Used(
+        f"{MOE}.oracle.mxfp4", "mxfp4_round_up_hidden_size_and_intermediate_size",
+        takes=("backend", "hidden_size", "intermediate_size"),
+    ),
 )  # fmt: skip
 ROUTERS = f"{MOE}.router"
 ROUTE = (

@@ -174,8 +174,6 @@ def decode_mx_layer(experts: ExpertWeights) -> few.Layer:
 def decode_mx_pays(experts: ExpertWeights, num_tokens: int, num_topk: int) -> bool:
     """Return True if the kernels for few tokens on MXFP4 or INT4 weights should be faster than those for many."""
     slots, num_experts = num_tokens * num_topk, experts.num_local_experts
-    if slots > few_config.most_slots():
-        return False
     rows = DECODE_MX_ROWS[experts.order]
     if few.configs_of(decode_mx_layer(experts), slots)[0].tile_tokens < 16 and experts.order != FP8_ORDER:
         rows = few_config.WIDE_FROM  # tiles have 8 tokens, for each of which all weights are read

@@ -1,6 +1,5 @@
 """Config of the kernel for few tokens: its tiles, its shared memory, the sizes it takes."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -173,16 +172,6 @@ class FewConfig(Constant):
 def _room(count: int) -> int:
     """Return a length of vectors that holds so many: a power of two of float32, whole steps of tokens."""
     return max(32, next_power_of_2(count))
-
-
-def most_slots() -> float:
-    """Return how many slots these kernels may be given.
-
-    With Triton 3.8, 360 were wrong in one run on an H200, and right in the next: the cause isn't known.
-    """
-    from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
-
-    return 64 if WHOLE_VIEWS else math.inf
 
 
 def unroll_of(num_steps: int, allowed: tuple[int, ...], otherwise: int) -> int:

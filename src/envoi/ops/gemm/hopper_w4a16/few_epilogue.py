@@ -3,7 +3,7 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.epilogues.device import bf16, divide, group_amax, maximum, minimum, sigmoid, silu
+from envoi.epilogues.device import bf16, cast_back, divide, group_amax, maximum, minimum, sigmoid, silu
 from envoi.runtime.aggregate import Scalar, aggregate
 
 GROUP = gl.constexpr(32)  # features of a tile of weights: of places that the second GEMM's tokens have in common
@@ -94,7 +94,7 @@ def split_scaled(x, largest):
     bits = gl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23)
     x = x * up
     high = x.to(gl.float8e4nv)
-    low = (x - high.to(gl.float32)).to(gl.float8e4nv)
+    low = (x - cast_back(high, x)).to(gl.float8e4nv)
     return high, low, bits.to(gl.float32, bitcast=True)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
-from envoi.epilogues.device import divide, e4m3, group_amax
+from envoi.epilogues.device import cast_back, divide, e4m3, group_amax
 from envoi.runtime.topk import experts_at
 
 GROUP: tl.constexpr = tl.constexpr(32)
@@ -43,7 +43,7 @@ def split_token(x, ON_GPU: tl.constexpr):
     x = x * up
     if ON_GPU:
         high = x.to(tl.float8e4nv)
-        low = (x - high.to(tl.float32)).to(tl.float8e4nv)
+        low = (x - cast_back(high, x)).to(tl.float8e4nv)
         return high.to(tl.uint8, bitcast=True), low.to(tl.uint8, bitcast=True), factor
     high = to_e4m3(x)
     return high, to_e4m3(x - from_e4m3(high)), factor
