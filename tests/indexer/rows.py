@@ -35,12 +35,8 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     device, lengths = rows[0].device, [len(row) for row in rows]
     width = max(1, -(-max(lengths) // 64))
     logits = torch.full((len(rows), width * 64), NAN, device=device)
-    kind = torch.int16 if candidates else torch.int32
-    groups = torch.full((len(rows), GROUPS), 0x7F7F, dtype=kind, device=device)
     for own, row in enumerate(rows):
         logits[own, : len(row)] = row
-        best = groups_of(row, order.as_torch, candidates)
-        groups[own, : len(best)] = best
     pages = torch.rand(len(rows), width + 3, generator=torch.Generator().manual_seed(1)).argsort(1)
     table = pages[:, :width].int().to(device)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -51,6 +47,12 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     if len(space.logits) < len(rows):
         half = len(rows) // 2
         return wrong_rows(rows[:half], k, order, candidates) + wrong_rows(rows[half:], k, order, candidates)
+    groups = space.groups
+    if groups is not None:
+        groups = torch.full((len(rows), groups.shape[1]), 0x7F7F, dtype=groups.dtype, device=device)
+        for own, row in enumerate(rows):
+            best = groups_of(row, order.as_torch, candidates)
+            groups[own, : len(best)] = best
     space = replace(space, logits=logits, groups=groups)
     if candidates:
         assert space.counters is not None

@@ -217,7 +217,7 @@ def test_rows_that_share_tiles_of_keys(next_n, lengths, heads):
     (514, (70000,), 64), (1024, (33000, 16640, 8400), 64), (1024, (540000,), 64),
 ])  # fmt: skip
 def test_rows_that_share_tiles_of_few_heads_and_of_long_requests(next_n, lengths, heads):
-    """Check blocks of 2 to 8 rows, some of whose rows have groups of another size than their neighbours, or none."""
+    """Check blocks of 8 and 16 rows, and of fewer at the end of a request, by digits and by bounds of their groups."""
     assert_blocks_as_single_rows(next_n, lengths, heads)
 
 

@@ -333,11 +333,11 @@ def test_launches_of_many_rows(next_n):
         assert all(end - first <= most for first, end in taken)
         for first, end in taken:
             assert all(row // next_n == (min(row + block, end) - 1) // next_n for row in range(first, end, block))
-        size = fast.PREFILL_BYTES if rows > fast.MANY_ROWS else fast.WORKSPACE_BYTES
-        words = p.max_length + fast.NUM_GROUPS + fast.list_words(p)
-        assert most == 1 or 4 * most * words <= size
-        share = {64: 2, 48: 2, 32: 4, 4: 8}[heads]  # so that their heads fill the products' 128 columns
-        can_share = rows > fast.MANY_ROWS and (next_n % share == 0 or next_n > fast.MANY_ROWS)
+        many = rows > fast.MANY_ROWS
+        words = p.max_length if many else p.max_length + fast.NUM_GROUPS + fast.list_words(p)
+        assert most == 1 or 4 * most * words <= (fast.PREFILL_BYTES if many else fast.WORKSPACE_BYTES)
+        share = {64: 8, 48: 8, 32: 8, 4: 16}[heads]  # their heads fill the 128 columns of two products, or of four
+        can_share = many and (next_n % share == 0 or next_n > fast.MANY_ROWS)
         assert block == share or not can_share or fast.rows_that_fit(p) < share
         assert block == 1 or rows > fast.MANY_ROWS
 
@@ -366,8 +366,7 @@ def test_prefill_of_other_lengths_takes_the_same_kernels():
 
 
 def test_host_and_kernel_agree_on_the_columns_of_a_prefills_products():
-    assert kernel_prefill.COLUMNS.value == fast.COLUMNS
-    assert 1 << kernel_prefill.PAGE_LEVEL.value == PAGE_SIZE and kernel_prefill.PAGE_LEVEL.value == fast.TOP_LEVEL - 1
+    assert kernel_prefill.CONSUMERS.value * kernel_prefill.COLUMNS.value == fast.COLUMNS
 
 
 def test_an_unknown_order_is_refused():

@@ -57,18 +57,17 @@ KERNELS = (
             ("16-heads", "scores of 16 heads", partial(SET, heads=16)),
             ("fp4", "scores of keys in FP4", partial(SET, heads=32, key=68)),
             ("fp4-64-heads", "the same, of 64 heads", partial(SET, key=68)),
-            ("fp4-4-rows", "scores of keys in FP4, four rows of a request at a time",
-             partial(SET, next_n=2048, heads=32, key=68)),
-            ("fp4-4-rows-64-heads", "the same, of 64 heads", partial(SET, next_n=2048, key=68)),
         )
     ),
     *(
         case_of(f"indexer-scores-prefill-{name}", about, HOPPER, call, "prefill_scores_kernel")
         for name, about, call in (
             ("short", "scores of a prefill, two rows of 64 heads a product", partial(call_of_fast, "any", 256, 2048)),
-            ("long", "the same, and the best of groups", partial(SET, next_n=2048)),
+            ("long", "the same, of long rows", partial(SET, next_n=2048)),
             ("32-heads", "the same, four rows of 32 heads", partial(SET, next_n=2048, heads=32)),
-            ("4-heads", "the same, 16 rows of 4 heads", partial(SET, next_n=2048, heads=4)),
+            ("4-heads", "the same, eight rows of 4 heads", partial(SET, next_n=2048, heads=4)),
+            ("fp4", "the same, keys in FP4, four rows of 32 heads", partial(SET, next_n=2048, heads=32, key=68)),
+            ("fp4-64-heads", "the same, two rows of 64 heads", partial(SET, next_n=2048, key=68)),
         )
     ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),

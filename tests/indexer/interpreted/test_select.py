@@ -91,9 +91,19 @@ def test_candidates_of_few(k):
     assert wrong_rows(kinds, k, Order(slots=True, by_score=True), candidates=True) == []
 
 
-@pytest.mark.parametrize(("by_score", "as_torch"), [(True, False), (False, False), (True, True)])
-def test_one_program_of_a_long_row(by_score, as_torch, monkeypatch):
-    """Check the rows of a prefill, with ties and without, by groups of 4 to 16 neighbours."""
+@pytest.fixture
+def prefill(monkeypatch):
     monkeypatch.setattr(fast, "MANY_ROWS", 0)
-    long = rows(16385, 20000, 40000, 70000) + [row.round(decimals=1) for row in rows(16385, 33000)]
+
+
+@pytest.mark.parametrize(("by_score", "as_torch"), [(True, False), (False, False), (True, True)])
+def test_rows_of_a_prefill(by_score, as_torch, prefill):
+    """Check long rows, of which one has two spans of bits, with ties and without."""
+    long = rows(5000, 16385, 20000, 40000, 70000) + [row.round(decimals=1) for row in rows(16385, 33000)]
     assert wrong_rows(long, 512, Order(True, by_score, as_torch=as_torch)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_long_rows_of_a_prefill(kind, prefill):
+    rows_of_kind = dict(hostile_rows(torch.Generator().manual_seed(3), (17000,)))[kind]
+    assert wrong_rows(rows_of_kind, 2048, Order(slots=False, by_score=False)) == []

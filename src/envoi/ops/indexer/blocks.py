@@ -67,7 +67,6 @@ class _Rows:
 
     def select(self, space: Workspace, num_rows: int, out: torch.Tensor, order: Order) -> None:
         """Store the places of the k best scores of each row, without groups of neighbours: there are none."""
-        lists = torch.empty(num_rows, fast.list_words(self.problem), dtype=torch.int32, device=out.device)
-        own = replace(space, logits=self.scores, lists=lists)
-        arguments = fast.select_arguments(self.problem, own, 0, num_rows, out, self.errors, order, False, levels=0)
+        own = replace(space, logits=self.scores, groups=None, lists=None)
+        arguments = fast.select_arguments(self.problem, own, 0, num_rows, out, self.errors, order, False)
         launch(kernel_select.select_kernel, *arguments)

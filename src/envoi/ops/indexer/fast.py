@@ -16,8 +16,8 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 MANY_ROWS = 512  # a call of more is a prefill
-WORKSPACE_BYTES, PREFILL_BYTES = 16 << 20, 64 << 20  # of a call, of a prefill
-MAX_BLOCKS = 256  # most blocks of rows of a launch: a program finds its tiles in a sum over all of them
+WORKSPACE_BYTES, PREFILL_BYTES = 16 << 20, 128 << 20  # of a call, of a prefill
+MAX_ROWS, MAX_BLOCKS = 256, 512  # most rows of a launch, or blocks of them: a program finds its tiles in a sum over all
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
 LIST_WORDS = 2 * kernel_select.MOST.value + 1  # of a program's list, and their number
 NUM_GROUPS, TOP_LEVEL = kernel_scores.NUM_GROUPS.value, kernel_scores.TOP_LEVEL.value
@@ -26,16 +26,17 @@ CAPACITY = kernel_candidates.CAPACITY.value
 
 # As measured: notes/2026-11-indexer.md, notes/2026-11-indexer-select.md.
 TILE = 128  # tokens that are scored at a time
-PROGRAMS_PER_SM, FP4_PROGRAMS_PER_SM, PREFILL_PROGRAMS_PER_SM = 3, 2, 2
+PROGRAMS_PER_SM, FP4_PROGRAMS_PER_SM = 3, 2
 HOPPER_WARPS = 4
+PREFILL_REGISTERS = 168  # a thread, of which two roles of HOPPER_WARPS get what the producer leaves
 HOPPER_HEADS, PREFILL_HEADS, TRITON_HEADS = 8, 16, 16  # least widths of products, or of a row in them
-STAGES, PREFILL_STAGES = 3, 5  # tiles in a program's pipeline
-COLUMNS = 128  # of a product in a prefill: heads of rows that share a tile of keys
-SHARED_ROWS = 4  # which share it where keys are in FP4; as many registers and bytes
-SHARED_STAGES = 2  # as three programs of an SM have room for beside four rows' queries
+STAGES, PREFILL_STAGES = 3, {1: 10, 2: 8}  # tiles in a program's pipeline; of a prefill's, by `num_sets`
+COLUMNS = 256  # of a prefill's products of a tile of keys: heads of the rows that share it
 CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
 LONG_CHUNK = 8192  # or, of longer ones, these at a time
 SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
+PREFILL_CHUNK = 4096  # scores that a program of a prefill's selection holds
+SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that several programs run on an SM
 PARTS = 4  # programs that select from a long row
 FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
@@ -94,13 +95,14 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
+    A prefill has neither groups nor lists.
     Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
     listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
     int32.
     """
 
     logits: torch.Tensor
-    groups: torch.Tensor
+    groups: torch.Tensor | None = None
     lists: torch.Tensor | None = None
     listed: torch.Tensor | None = None
     bins: torch.Tensor | None = None
@@ -136,29 +138,36 @@ def at_once(p: Problem, order: Order, early: bool) -> bool:
     Not where it leaves so few registers a program that the first idle SM gets several while others have none: 128 rows
     of 3000 tokens took 29.9 us instead of 26.0. early: it is launched before the scores' end, as it was measured.
     """
-    if not early or p.max_length > CHUNKS[-1]:
+    if not early or p.max_length > chunk_of(p):
         return False
     if order.by_score:
         return 2 * p.num_rows <= num_sms(p.q.device)
     return p.max_length > CHUNKS[0] or p.num_rows > MANY_ROWS
 
 
-def chunk_of(p: Problem, by_score: bool) -> int:
-    """Return how many scores a program of `select_kernel` holds: all of the longest row's, or LONG_CHUNK at a time."""
-    chunks = CHUNKS[:-1] if by_score and p.num_rows > MANY_ROWS else CHUNKS  # where the most don't fit the registers
-    return next((size for size in chunks if p.max_length <= size), LONG_CHUNK)
+def chunk_of(p: Problem) -> int:
+    """Return how many scores a program of `select_kernel` holds: all of the longest row's, or so many at a time."""
+    if p.num_rows > MANY_ROWS:
+        return PREFILL_CHUNK
+    return next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
 
 
 def rows_that_fit(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows for whose workspace there is room."""
+    if p.num_rows > MANY_ROWS:
+        return PREFILL_BYTES // max(1, 4 * p.max_length)
     words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else list_words(p)
-    size = PREFILL_BYTES if p.num_rows > MANY_ROWS else WORKSPACE_BYTES
-    return size // (4 * (p.max_length + NUM_GROUPS + words))
+    return WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))
+
+
+def num_sets(p: Problem) -> int:
+    """Return how many products of a page each role makes: two where that is faster, and registers suffice."""
+    return 1 if is_fp4(p.k_cache) or p.q.shape[1] <= 32 else 2
 
 
 def shared_rows(p: Problem) -> int:
     """Return how many rows of a request share a tile of keys, if any do."""
-    return SHARED_ROWS if is_fp4(p.k_cache) else COLUMNS // max(PREFILL_HEADS, next_power_of_2(p.q.shape[1]))
+    return num_sets(p) * COLUMNS // max(PREFILL_HEADS, next_power_of_2(p.q.shape[1]))
 
 
 def in_turns(p: Problem) -> bool:
@@ -167,16 +176,16 @@ def in_turns(p: Problem) -> bool:
 
 
 def rows_of_block(p: Problem) -> int:
-    """Return the number of neighbouring rows, all of one request, that take turns at a tile of keys in a prefill."""
-    block = shared_rows(p)
-    whole = p.shares_tiles and (in_turns(p) or p.next_n % block == 0)
-    return block if p.num_rows > MANY_ROWS and whole and rows_that_fit(p) >= block else 1
+    """Return the number of neighbouring rows, all of one request, that share tiles of keys: 1 but for a prefill."""
+    whole = p.shares_tiles and (in_turns(p) or p.next_n % shared_rows(p) == 0)
+    return shared_rows(p) if p.num_rows > MANY_ROWS and whole else 1
 
 
 def rows_at_once(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows of a launch, in whole blocks if that isn't all rows; at least one row."""
     block = rows_of_block(p)
-    return max(1, min(p.num_rows, MAX_BLOCKS * block, rows_that_fit(p, candidates) // block * block))
+    most = MAX_BLOCKS * block if block > 1 else MAX_ROWS
+    return max(1, min(p.num_rows, most, rows_that_fit(p, candidates) // block * block))
 
 
 def workspace(p: Problem, candidates: bool = False) -> Workspace:
@@ -186,7 +195,10 @@ def workspace(p: Problem, candidates: bool = False) -> Workspace:
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    logits, groups = empty(p.max_length, torch.float32), empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
+    logits = empty(p.max_length, torch.float32)
+    if p.num_rows > MANY_ROWS:
+        return Workspace(logits)
+    groups = empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
     if not candidates:
         return Workspace(logits, groups, empty(list_words(p), torch.int32))
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
@@ -242,7 +254,7 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int, least: int = 
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
         from envoi.ops.indexer import kernel_hopper, kernel_prefill
 
-        if rows_of_block(p) > 1 and not is_fp4(p.k_cache):
+        if rows_of_block(p) > 1:
             launch(kernel_prefill.prefill_scores_kernel, *prefill_arguments(p, space, first, num_rows, least))
         else:
             launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows, least))
@@ -256,14 +268,12 @@ def hopper_arguments(
     """Return grid, arguments and options of Hopper's `scores_kernel`."""
     values, scales = _descriptors(p.k_cache)
     early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
-    block = rows_of_block(p)
-    num_blocks, stages = -(-len(space.logits) // block), STAGES if block == 1 else SHARED_STAGES
     heads = p.q.shape[1]
-    return (_programs(p, num_rows, block),), (
+    return (_programs(p, num_rows),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        max(HOPPER_HEADS, next_power_of_2(heads)), heads, least, max(32, next_power_of_2(num_blocks)), block,
-        stages, early,
+        max(HOPPER_HEADS, next_power_of_2(heads)), heads, least, max(32, next_power_of_2(len(space.logits))),
+        STAGES, early,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(_programs_per_sm(p))}  # fmt: skip
 
 
@@ -273,15 +283,13 @@ def prefill_arguments(
     """Return grid, arguments and options of `prefill_scores_kernel`."""
     values, scales = _descriptors(p.k_cache)
     block = rows_of_block(p)
-    # Groups are stored where `select_arguments` reads them; `least` is 0 where the best come first, see `Order.least`.
-    groups = p.max_length > chunk_of(p, least == 0)
-    programs = min(-(-num_rows // block) * -(-p.max_length // TILE), PREFILL_PROGRAMS_PER_SM * num_sms(p.q.device))
+    programs = min(-(-num_rows // block) * -(-p.max_length // TILE), num_sms(p.q.device))
     return (programs,), (
-        values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups,
+        values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.q.shape[1], least, max(32, next_power_of_2(-(-len(space.logits) // block))), block, PREFILL_STAGES,
-        groups, EARLY,
-    ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(PREFILL_PROGRAMS_PER_SM)}  # fmt: skip
+        p.q.shape[1], least, max(32, next_power_of_2(-(-len(space.logits) // block))), block, num_sets(p),
+        PREFILL_STAGES[num_sets(p)], EARLY,
+    ), {"num_warps": HOPPER_WARPS, "maxnreg": PREFILL_REGISTERS, "launch_pdl": EARLY}  # fmt: skip
 
 
 def _descriptors(k_cache: torch.Tensor) -> tuple[Any, Any]:
@@ -320,22 +328,26 @@ def scores_arguments(
 
 def select_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order,
-    early: bool, levels: int | None = None,
+    early: bool,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
-    """Return grid, arguments and options of `select_kernel`. levels: 0 where rows have no groups."""
-    if levels is None:
-        # Tiles of the exact mode, and pages that a prefill takes one by one, are of 64 tokens.
-        levels = TOP_LEVEL - 1 if order.as_torch or p.num_rows > MANY_ROWS else TOP_LEVEL
-    chunk = chunk_of(p, order.by_score and levels != 0)
-    parts, warps = num_parts(p), ORDER_WARPS if order.by_score else SELECT_WARPS
+    """Return grid, arguments and options of `select_kernel`."""
+    levels = TOP_LEVEL - 1 if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
+    parts = num_parts(p)
+    if space.groups is None:
+        parts, levels = 1, 0
+    once = at_once(p, order, early) or (space.groups is None and not early and p.max_length <= chunk_of(p))
+    many = p.num_rows > MANY_ROWS
+    options = {"num_warps": ORDER_WARPS if order.by_score or (many and once) else SELECT_WARPS}
+    if many:
+        options["maxnreg"] = ORDER_REGISTERS if order.by_score else SELECT_REGISTERS
     counters = workspace_of.counters(num_rows, p.q.device)
     words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
     return (num_rows, parts), (
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk, parts, early,
-        at_once(p, order, early),
-    ), {"num_warps": warps} | ({"launch_pdl": True} if early else {})  # fmt: skip
+        p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk_of(p), parts, early,
+        once,
+    ), options | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
 def candidates_arguments(
@@ -362,6 +374,6 @@ def rank_arguments(
     ), {"num_warps": 2}  # fmt: skip
 
 
-def _programs(p: Problem, num_rows: int, block: int = 1) -> int:
+def _programs(p: Problem, num_rows: int) -> int:
     """Return the number of programs: of the most tiles there can be, or of those that run at a time, if fewer."""
-    return min(-(-num_rows // block) * -(-p.max_length // TILE), _programs_per_sm(p) * num_sms(p.q.device))
+    return min(num_rows * -(-p.max_length // TILE), _programs_per_sm(p) * num_sms(p.q.device))

@@ -147,4 +147,5 @@ def exact_kernel(
         s = add_up(scratch, order >= 256, H, TILE)
         tl.debug_barrier()
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        keep_best(s, tokens, n, groups + own * NUM_GROUPS, True)
+        if groups is not None:
+            keep_best(s, tokens, n, groups + own * NUM_GROUPS, True)

@@ -29,12 +29,13 @@ WIDEN = gl.constexpr(
 )
 OPERANDS = gl.constexpr(",".join(["=&r"] * 2 + ["r"] * 12))
 
-# int32 [128, 16]: thread t of a row's four has words 4 t .. 4 t + 3; rows as in a wgmma operand.
-words_layout = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [64, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 16]
-    )
-)
+
+@gluon.constexpr_function
+def words_layout(rows):
+    """Return the layout of int32 [rows, 16]: thread t of a row's four has words 4 t ..; rows as in a wgmma operand."""
+    of_thread = [[0, 1], [0, 2], [8, 0]] + [[64, 0]] * (rows > 64)
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(of_thread, lanes, [[16, 0], [32, 0]], [], [rows, 16])
 
 
 @gluon.jit
@@ -54,16 +55,17 @@ def tables_of(index):
 @gluon.jit
 def four(x):
     """Repeat elements of [row, group, word] for the four values that come of each: the same registers."""
-    return gl.join(gl.join(x, x), gl.join(x, x)).reshape([128, 4, 4, 4])
+    return gl.join(gl.join(x, x), gl.join(x, x)).reshape([x.shape[0], 4, 4, 4])
 
 
 @gluon.jit
 def widen(words, factors, dot: gl.constexpr):
-    """Return a tile's operand, E5M2 [128, 128], and the keys' scales [128] float32.
+    """Return the operand of a tile or a page, E5M2 [rows, 128], and the keys' scales [rows] float32.
 
-    words: shared memory, int32 [128, 16], eight values each; factors: int32 [128], four UE8M0 bytes each.
+    words: shared memory, int32 [rows, 16], eight values each; factors: int32 [rows], four UE8M0 bytes each.
     """
-    x = words.load(words_layout).reshape([128, 4, 4])  # row, group, word
+    rows: gl.constexpr = words.shape[0]
+    x = words.load(words_layout(rows)).reshape([rows, 4, 4])  # row, group, word
     groups: gl.constexpr = gl.SliceLayout(2, x.type.layout)
     keys: gl.constexpr = gl.SliceLayout(1, groups)
     t = gl.arange(0, 4, gl.SliceLayout(0, groups))
@@ -79,6 +81,6 @@ def widen(words, factors, dot: gl.constexpr):
     first, second = gl.inline_asm_elementwise(
         WIDEN, OPERANDS, [four(x), four(low), four(high)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
-    both = gl.join(first, second).permute([0, 2, 4, 1, 3]).reshape([128, 128])  # row, word, half, group, value
+    both = gl.join(first, second).permute([0, 2, 4, 1, 3]).reshape([rows, 128])  # row, word, half, group, value
     operand = gl.convert_layout(both.to(gl.float8e5, bitcast=True), dot, assert_trivial=True)
     return operand, scale

@@ -5,10 +5,6 @@
                                                                                                  scores, groups
 
 Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
-
-SHARE neighbouring rows of a request, a block, take turns at each tile of keys in FP4, so that it is widened once for
-all of them; tiles are as many as the block's last row sees, which sees the most. Scores are the same bits for every
-SHARE. For keys in FP8 `kernel_prefill` does the same.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +50,9 @@ FP4_ROWS_OF_FACTORS: gl.constexpr = gl.constexpr(17)  # rows of 64 int32, the la
 class Lengths:
     """Lengths of the rows: seq_lens [requests], which rows, rows a request (next_n), pages in a row of the table.
 
-    least: rows of no more tokens aren't scored. share: rows of a block; blocks: at least their number.
+    least: rows of no more tokens aren't scored. share: neighbouring rows of a request that are scored together, a
+    block, whose tiles are as many as its last row sees, which sees the most; blocks: at least their number; sets:
+    products that a role's rows of a block are divided among.
     """
 
     seq_lens: gl.tensor
@@ -65,6 +63,7 @@ class Lengths:
     least: gl.constexpr
     share: gl.constexpr
     blocks: gl.constexpr
+    sets: gl.constexpr
 
 
 class Stages(NamedTuple):
@@ -93,6 +92,23 @@ class Rows(NamedTuple):
     weights: Any
     logits: Any
     groups: Any
+
+
+@gluon.jit
+def make_stages(descs, num: gl.constexpr, consumers: gl.constexpr):
+    """Allocate Stages and set up their barriers, at a kernel's start. consumers: as many roles empty each stage."""
+    columns: gl.constexpr = descs.pages.block_type.shape[1]
+    values = gl.allocate_shared_memory(descs.pages.dtype, [2 * num, PAGE, columns], descs.pages.layout)
+    scales = gl.allocate_shared_memory(descs.scales.dtype, [2 * num, 1, PAGE], descs.scales.layout)
+    full = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
+    set_up_together()
+    for i in gl.static_range(num):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=consumers)
+    fence_async_shared()
+    role_barrier()
+    return Stages(values, scales, full, empty)
 
 
 @gluon.jit
@@ -197,8 +213,8 @@ def producer(descs, stages, lengths, table, num_pages, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(q, queries, row, count, H: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
-    """Copy the queries of `count` rows to shared memory [.., H, HEAD_DIM]: HEADS of them, then the last again.
+def load_queries(q, queries, row, H: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
+    """Copy a row's queries to shared memory [H, HEAD_DIM]: HEADS of them, then the last again.
 
     FP4: in the order of the keys' values in the operand.
     """
@@ -208,8 +224,7 @@ def load_queries(q, queries, row, count, H: gl.constexpr, HEADS: gl.constexpr, F
     if FP4:
         d = value_of(d)
     role_barrier()
-    for nth in range(count):
-        queries.index(nth).store(gl.load(q + ((row + nth) * HEADS + heads)[:, None] * HEAD_DIM + d[None, :]))
+    queries.store(gl.load(q + (row * HEADS + heads)[:, None] * HEAD_DIM + d[None, :]))
     fence_async_shared()
     role_barrier()
 
@@ -288,7 +303,8 @@ def keep_scores(args, s, row, token, n, width):
     """Store the scores of a tile of a row, and the best keys of its groups. row counts from first_row."""
     tokens = token + gl.arange(0, TILE, s.type.layout)
     gl.store(args.logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-    keep_best(s, token, n, args.groups + row * NUM_GROUPS)
+    if args.groups is not None:
+        keep_best(s, token, n, args.groups + row * NUM_GROUPS)
 
 
 @gluon.jit
@@ -307,18 +323,15 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
     zero = gl.full((TILE, H), 0.0, gl.float32, layout)
     heads = gl.arange(0, H, gl.SliceLayout(0, layout))
     weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
-    block, n, token, count = first_tile(lengths)
-    loaded = block - 1
+    row, n, token, count = first_tile(lengths)
+    loaded = row - 1
     for i in range(count):
         stage = i % STAGES
-        row = block * lengths.share
-        num = gl.minimum(lengths.num_rows - row, lengths.share)  # rows of this block
-        if block != loaded:
+        if row != loaded:
             at = (lengths.first_row + row).to(gl.int64)
-            load_queries(args.q, queries, at, num if lengths.share > 1 else 1, H, HEADS, fp4)
-            if lengths.share == 1:
-                weight = load_weights(args.weights, at, heads, HEADS)
-            loaded = block
+            load_queries(args.q, queries, at, H, HEADS, fp4)
+            weight = load_weights(args.weights, at, heads, HEADS)
+            loaded = row
         mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
         if fp4:
             keys, scale = widen(tiles.index(stage), factors.index(stage), dot)
@@ -326,65 +339,43 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
             mbarrier.arrive(stages.empty.index(stage), count=1)
         else:
             keys = tiles.index(stage)
-        if lengths.share == 1:
-            products = warpgroup_mma(keys, queries.index(0).permute((1, 0)), zero, use_acc=False)
-            if fp4:
-                s = score_of_positive(products, scale, weight)
-            else:
-                scale = factors.index(stage).load(gl.SliceLayout(1, layout))
-                mbarrier.arrive(stages.empty.index(stage), count=1)
-                s = score(products, scale, weight)
-            keep_scores(args, s, row, token, n, lengths.width)
+        products = warpgroup_mma(keys, queries.permute((1, 0)), zero, use_acc=False)
+        if fp4:
+            s = score_of_positive(products, scale, weight)
         else:
-            for nth in range(num):  # one after the other, which is faster with keys that are widened in registers
-                seen = n - (num - 1 - nth)
-                if (seen > token) & (seen > lengths.least):
-                    at = (lengths.first_row + row + nth).to(gl.int64)
-                    own = load_weights(args.weights, at, heads, HEADS)
-                    products = warpgroup_mma(keys, queries.index(nth).permute((1, 0)), zero, use_acc=False)
-                    s = score_of_positive(products, scale, own)
-                    keep_scores(args, s, row + nth, token, seen, lengths.width)
-        block, n, token = next_tile(block, n, token, lengths)
+            scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+            mbarrier.arrive(stages.empty.index(stage), count=1)
+            s = score(products, scale, weight)
+        keep_scores(args, s, row, token, n, lengths.width)
+        row, n, token = next_tile(row, n, token, lengths)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
     first_row, num_rows, width, num_pages, next_n,
-    H: gl.constexpr, HEADS: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    H: gl.constexpr, HEADS: gl.constexpr, LEAST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as the Triton kernel of this name does.
 
     values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
-    float32, of which the last of each page are its scales; or, of keys in FP4, as `Descriptors` says. BLOCKS: at
-    least the number of blocks of SHARE rows; a block may not have rows of two requests. H: HEADS, or more: the
-    products' width, of which the rest has zero weights. SHARE is 1 but for keys in FP4.
+    float32, of which the last of each page are its scales; or, of keys in FP4, as `Descriptors` says. ROWS: at
+    least num_rows. H: HEADS, or more: the products' width, of which the rest has zero weights.
     """
-    columns: gl.constexpr = values_desc.block_type.shape[1]
-    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, columns], values_desc.layout)
-    scales = gl.allocate_shared_memory(scales_desc.dtype, [2 * STAGES, 1, PAGE], scales_desc.layout)
     in_rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    queries = gl.allocate_shared_memory(gl.float8e4nv, [SHARE, H, HEAD_DIM], in_rows)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    set_up_together()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    role_barrier()
+    queries = gl.allocate_shared_memory(gl.float8e4nv, [H, HEAD_DIM], in_rows)
+    descs = Descriptors(values_desc, scales_desc)
+    stages = make_stages(descs, STAGES, 1)
     if EARLY:
         let_next_start()
     if counters is not None:
         ids = gl.arange(0, NUM_COUNTERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
             gl.store(counters + own * NUM_COUNTERS + ids, 0)
-    lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, SHARE, BLOCKS)
-    stages = Stages(values, scales, full, empty)
+    lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, 1, ROWS, 1)
     args = Rows(q, weights, logits, groups)
-    descs = Descriptors(values_desc, scales_desc)
     gl.warp_specialize([
         (consumer, (stages, queries, lengths, args, H, HEADS, STAGES)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
-    ], [1], [40 if SHARE == 1 else 32])  # fmt: skip
+    ], [1], [40])  # fmt: skip

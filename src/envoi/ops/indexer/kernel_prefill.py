@@ -1,16 +1,14 @@
-"""Scores of a prefill on Hopper: keys in FP8, the rows of a request by blocks. Their bits are those of `kernel_hopper`.
+"""Scores of a prefill on Hopper: the rows of a request by blocks. Their bits are those of `kernel_hopper`.
 
     for each tile of two pages among this program's neighbouring tiles:     producer            consumer
                                                                            TMA -> stage
         for each page of it:                                                                    S = keys @ queries.T
                                                                                                 scores of a block's rows
 
-The heads of a block's rows are the COLUMNS columns of a product, so tensor cores read a page once for all of the rows.
-Queries stay in shared memory, and weights in registers, for all of a block's tiles. A role of one warp loads and one
-of four multiplies; while a page is added up, the next one's products run, and those of the SM's other program.
-
-Each lane of the four that hold a token's products ends up with all of its scores. `one_each` leaves each lane a
-quarter of them, so that stores and all that follows take a quarter of the instructions.
+Two roles of four warps each multiply every page by half of a block's rows, so a page comes once from the L2 for all of
+them; a role of one warp loads. The heads of a role's rows are the COLUMNS columns of a product, or of two. Queries stay
+in shared memory, and weights in registers, for all of a block's tiles. While a product is added up, the next one runs,
+and those of the other role.
 """
 
 from typing import Any, NamedTuple
@@ -25,31 +23,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogues.device import maximum
-from envoi.ops.indexer.kernel_hopper import TILE, Descriptors, Lengths, Rows, Stages, first_tile, next_tile, producer
-from envoi.ops.indexer.kernel_scores import (
-    HEAD_DIM,
-    INTEGERS,
-    NUM_GROUPS,
-    PAGE,
-    level_of,
-    ordered,
+from envoi.ops.indexer.kernel_fp4 import value_of, widen
+from envoi.ops.indexer.kernel_hopper import (
+    TILE,
+    Descriptors,
+    Lengths,
+    Rows,
+    first_tile,
+    make_stages,
+    next_tile,
+    producer,
 )
-from envoi.runtime.barrier_setup import set_up_together
-from envoi.runtime.sync import let_next_start
+from envoi.ops.indexer.kernel_scores import HEAD_DIM, INTEGERS, PAGE
+from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
-COLUMNS: gl.constexpr = gl.constexpr(128)  # of a product: heads of a block's rows
-PAGE_LEVEL: gl.constexpr = gl.constexpr(6)  # log2 of a page's tokens: larger groups aren't stored
+COLUMNS: gl.constexpr = gl.constexpr(128)  # of a product: heads of neighbouring rows, a set
+CONSUMERS: gl.constexpr = gl.constexpr(2)  # roles that multiply, each by its half of the rows
 
 
 class Block(NamedTuple):
-    """Block of rows: its first, how many, tokens that its last sees; least and greatest level of its rows' groups."""
+    """A role's rows of a block: the first, counted from first_row; the block's last row, and tokens that it sees.
+
+    token: the first of this program's tiles of the block; begin, end: the numbers of these tiles. weights: of each
+    set [COLUMNS].
+    """
 
     row: Any
-    num: Any
+    last: Any
     n: Any
-    least: Any
-    most: Any
+    token: Any
+    begin: Any
+    end: Any
+    weights: Any
 
 
 # All of a tile's scales in every warp, four a lane.
@@ -66,7 +72,10 @@ def of_lanes(rows):
 
 @gluon.jit
 def one_each(s):
-    """Leave each of four lanes with the same scores [PAGE, rows] one token's, of every other row: [rows, PAGE]."""
+    """Divide scores [PAGE, rows] among the four lanes that each have all of those of two tokens: [rows, PAGE].
+
+    Lane i keeps those of token i // 2 in rows i % 2, i % 2 + 2, ..: three selects a score, and no shuffle.
+    """
     rows: gl.constexpr = s.shape[1]
     layout: gl.constexpr = of_lanes(rows)
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
@@ -83,20 +92,12 @@ def one_each(s):
 
 
 @gluon.jit
-def block_of(number, n, lengths):
-    """Return the Block of this number, whose last row sees n tokens."""
-    row = number * lengths.share
-    num = gl.minimum(lengths.num_rows - row, lengths.share)
-    return Block(row, num, n, level_of(gl.maximum(n - num + 1, 0)), level_of(n))
-
-
-@gluon.jit
 def row_and_head(lengths, row, columns, HEADS: gl.constexpr):
-    """Return of columns of a block that begins at `row` the row, as in the call, the head, and whether it exists.
+    """Return of columns of rows from `row` on the row, as in the call, the head, and whether it exists.
 
     Where it doesn't, the row or the head is the last that does.
     """
-    h: gl.constexpr = COLUMNS // lengths.share
+    h: gl.constexpr = CONSUMERS * lengths.sets * COLUMNS // lengths.share
     nth, head = columns // h, columns % h
     exists = (row + nth < lengths.num_rows) & (head < HEADS)
     nth = gl.minimum(nth, lengths.num_rows - 1 - row)
@@ -104,11 +105,16 @@ def row_and_head(lengths, row, columns, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def load_block(args, queries, lengths, row, layout: gl.constexpr, HEADS: gl.constexpr):
-    """Copy a block's queries to shared memory; return its weights [COLUMNS], zero where there is no such head."""
+def load_set(args, queries, lengths, row, layout: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
+    """Copy the queries of rows to shared memory; return their weights [COLUMNS], zero where there is no such head.
+
+    FP4: in the order of the keys' values in the operand.
+    """
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, wide))
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
+    if FP4:
+        d = value_of(d)
     rows, heads, _ = row_and_head(lengths, row, columns, HEADS)
     role_barrier()
     queries.store(gl.load(args.q + ((rows * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :]))
@@ -137,158 +143,139 @@ def score(products, scales, weight, any_negative, rows: gl.constexpr):
 
 
 @gluon.jit
-def seen_by(block, rows, lengths):
-    """Return how many tokens each of a block's rows sees; 0 for those that aren't scored or don't exist."""
-    seen = block.n - (block.num - 1) + rows
-    return gl.where((rows < block.num) & (seen > lengths.least), seen, 0)
+def keep_scores(args, s, block, nth, token, lengths):
+    """Store scores [rows, PAGE] of a page, of the block's nth set. token: the page's first.
 
-
-@gluon.jit
-def keep_scores(args, s, block, token, lengths, GROUPS: gl.constexpr):
-    """Store scores [rows, PAGE] of a page and, if GROUPS, the best key of each of its groups of neighbours.
-
-    token: the page's first.
+    Rows that don't exist, or aren't scored, have none.
     """
-    rows = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+    own = nth * s.shape[0] + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     place = gl.arange(0, PAGE, gl.SliceLayout(0, s.type.layout))
-    inside = (token + place)[None, :] < seen_by(block, rows, lengths)[:, None]
+    rows = block.row + own
+    seen = block.n - block.last + rows
+    seen = gl.where((rows <= block.last) & (seen > lengths.least), seen, 0)
     line = lengths.width * PAGE
     logits = args.logits + block.row.to(gl.int64) * line + token
-    gl.store(logits + (rows * line)[:, None] + place[None, :], s, mask=inside)
-    if GROUPS:
-        keys = gl.where(inside, ordered(s, False), -0x80000000)
-        keep_best(keys, args.groups + block.row * NUM_GROUPS, block, token, lengths)
+    gl.store(logits + (own * line)[:, None] + place[None, :], s, mask=(token + place)[None, :] < seen[:, None])
 
 
 @gluon.jit
-def keep_level(best, groups, block, token, lengths, level: gl.constexpr):
-    """Store the best keys [rows, ..] of groups of 1 << level tokens of those rows that have such groups."""
-    rows = gl.arange(0, best.shape[0], gl.SliceLayout(1, best.type.layout))
-    nth = gl.arange(0, best.shape[1], gl.SliceLayout(0, best.type.layout))
-    seen = seen_by(block, rows, lengths)
-    seen = gl.where((seen > NUM_GROUPS << (level - 1)) & (seen <= NUM_GROUPS << level), seen, 0)  # whose level it is
-    at = groups + (token >> level) + (rows * NUM_GROUPS)[:, None] + nth[None, :]
-    gl.store(at, best, mask=(token + (nth << level))[None, :] < seen[:, None])
+def multiply(pages, page, queries, nth, zero):
+    """Start the products of the keys of one of the pages and the queries of the nth set: [PAGE, COLUMNS]."""
+    return warpgroup_mma(pages.index(page), queries.index(nth).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def better_half(best):
-    """Reduce pairs of neighbouring groups [rows, ..] to the better of each."""
-    return gl.max(best.reshape([best.shape[0], best.shape[1] // 2, 2]), 2)
+def score_tiles(stages, queries, lengths, args, block, zero, STAGES: gl.constexpr, ROLE: gl.constexpr):
+    """Score a block's tiles of keys in FP8.
 
-
-@gluon.jit
-def keep_best(keys, groups, block, token, lengths):
-    """Store the best key of each group of a page."""
-    if block.most >= 1:
-        twos = better_half(keys)
-        if block.least <= 1:
-            keep_level(twos, groups, block, token, lengths, 1)
-        if block.most >= 2:
-            fours = better_half(twos)
-            if block.least <= 2:
-                keep_level(fours, groups, block, token, lengths, 2)
-            if block.most >= 3:
-                keep_best_of_eights(better_half(fours), groups, block, token, lengths)
-
-
-@gluon.jit
-def keep_best_of_eights(best, groups, block, token, lengths):
-    """Store the best keys of groups of 8 to 64 tokens, given those of 8."""
-    if block.least <= 3:
-        keep_level(best, groups, block, token, lengths, 3)
-    if block.most >= 4:
-        sixteens = better_half(best)
-        if block.least <= 4:
-            keep_level(sixteens, groups, block, token, lengths, 4)
-        if block.most >= 5:  # other warps hold the neighbours
-            half_pages = better_half(sixteens)
-            if block.least <= 5:
-                keep_level(half_pages, groups, block, token, lengths, 5)
-            if block.most >= PAGE_LEVEL:
-                keep_level(better_half(half_pages), groups, block, token, lengths, PAGE_LEVEL)
-
-
-@gluon.jit
-def multiply(page, queries, zero):
-    """Start the products of a page's keys and a block's queries: [PAGE, COLUMNS]."""
-    return warpgroup_mma(page, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def consumer(stages, queries, lengths, args, HEADS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """Score every tile of this program: a role of four warps.
-
-    A page is multiplied while the one before is added up. No page follows the last of a block's tiles here: the tile's
-    first is multiplied once more, for nothing, and its stage handed back afterwards.
+    A product runs while the one before is added up; a tile's nth is of a page and a set of rows. None follows the last
+    of the tiles here: the tile's first is made once more, for nothing, and its stage handed back afterwards.
     """
+    sets: gl.constexpr = lengths.sets
+    first: gl.constexpr = ROLE * sets  # of the role's sets
+    rows: gl.constexpr = lengths.share // (CONSUMERS * sets)
+    in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_scales = reinterpret(stages.scales, gl.float32, [STAGES, TILE], in_line)
+    page_scales = reinterpret(stages.scales, gl.float32, [2 * STAGES, PAGE], in_line)
+    mbarrier.wait(stages.full.index(block.begin % STAGES), (block.begin // STAGES) & 1)
+    started = multiply(stages.pages, 2 * (block.begin % STAGES), queries, first, zero)
+    token = block.token
+    for i in range(block.begin, block.end):
+        stage = i % STAGES
+        negative = gl.max((tile_scales.index(stage).load(in_each_warp) < 0.0).to(gl.int32), 0) > 0
+        for nth in gl.static_range(2 * sets):
+            products = warpgroup_mma_wait(0, deps=(started,))
+            if nth + 1 < 2 * sets:
+                page = 2 * stage + (nth + 1) // sets
+                started = multiply(stages.pages, page, queries, first + (nth + 1) % sets, zero)
+            else:
+                following = gl.minimum(i + 1, block.end - 1)
+                mbarrier.wait(stages.full.index(following % STAGES), (following // STAGES) & 1)
+                started = multiply(stages.pages, 2 * (following % STAGES), queries, first, zero)
+            if nth == 0:
+                mbarrier.arrive(stages.empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > block.begin)
+            s = score(products, page_scales.index(2 * stage + nth // sets), block.weights[nth % sets], negative, rows)
+            keep_scores(args, s, block, nth % sets, token + nth // sets * PAGE, lengths)
+        token += TILE
+    warpgroup_mma_wait(0, deps=(started,))
+    mbarrier.arrive(stages.empty.index((block.end - 1) % STAGES), count=1)
+
+
+@gluon.jit
+def score_fp4_tiles(stages, queries, lengths, args, block, zero, STAGES: gl.constexpr, ROLE: gl.constexpr):
+    """Score a block's tiles of keys in FP4, which are widened to registers by each role for itself."""
+    layout: gl.constexpr = zero.type.layout
+    rows: gl.constexpr = lengths.share // CONSUMERS
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4)
+    factors = reinterpret(stages.scales, gl.int32, [2 * STAGES, PAGE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    token = block.token
+    for i in range(block.begin, block.end):
+        stage = i % STAGES
+        mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
+        for half in gl.static_range(2):
+            page = 2 * stage + half
+            keys, scale = widen(stages.pages.index(page), factors.index(page), dot)
+            if half == 1:
+                mbarrier.arrive(stages.empty.index(stage), count=1)
+            products = warpgroup_mma(keys, queries.index(ROLE).permute((1, 0)), zero, use_acc=False)
+            s = sums_of_heads(maximum(products, 0.0), block.weights[0], rows)
+            scale = gl.convert_layout(scale, gl.SliceLayout(1, s.type.layout))
+            keep_scores(args, one_each(s * scale[:, None]), block, 0, token + half * PAGE, lengths)
+        token += TILE
+
+
+@gluon.jit
+def consumer(stages, queries, lengths, args, HEADS: gl.constexpr, STAGES: gl.constexpr, ROLE: gl.constexpr):
+    """Score every tile of this program for the role's half of each block's rows: a role of four warps."""
+    fp4: gl.constexpr = stages.pages.dtype == gl.int32
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 32]
     )
     zero = gl.full((PAGE, COLUMNS), 0.0, gl.float32, layout)
-    in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_scales = reinterpret(stages.scales, gl.float32, [STAGES, TILE], in_line)
-    page_scales = reinterpret(stages.scales, gl.float32, [2 * STAGES, PAGE], in_line)
+    rows: gl.constexpr = lengths.share // CONSUMERS
+    sets: gl.constexpr = lengths.sets
     number, n, token, count = first_tile(lengths)
+    wait_for_grid()  # until the last rows' scores have been read
     done = 0
     while done < count:
         end = gl.minimum(done + (n - token + TILE - 1) // TILE, count)  # of this block's tiles
-        block = block_of(number, n, lengths)
-        weight = load_block(args, queries, lengths, block.row, layout, HEADS)
-        mbarrier.wait(stages.full.index(done % STAGES), (done // STAGES) & 1)
-        even = multiply(stages.pages.index(2 * (done % STAGES)), queries, zero)
-        for i in range(done, end):
-            stage = i % STAGES
-            negative = gl.max((tile_scales.index(stage).load(in_each_warp) < 0.0).to(gl.int32), 0) > 0
-            products = warpgroup_mma_wait(0, deps=(even,))
-            odd = multiply(stages.pages.index(2 * stage + 1), queries, zero)
-            mbarrier.arrive(stages.empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > done)
-            s = score(products, page_scales.index(2 * stage), weight, negative, lengths.share)
-            keep_scores(args, s, block, token, lengths, GROUPS)
-            products = warpgroup_mma_wait(0, deps=(odd,))
-            following = gl.minimum(i + 1, end - 1)
-            mbarrier.wait(stages.full.index(following % STAGES), (following // STAGES) & 1)
-            even = multiply(stages.pages.index(2 * (following % STAGES)), queries, zero)
-            s = score(products, page_scales.index(2 * stage + 1), weight, negative, lengths.share)
-            keep_scores(args, s, block, token + PAGE, lengths, GROUPS)
-            token += TILE
-        warpgroup_mma_wait(0, deps=(even,))
-        mbarrier.arrive(stages.empty.index((end - 1) % STAGES), count=1)
+        row = number * lengths.share + ROLE * rows
+        last = gl.minimum((number + 1) * lengths.share, lengths.num_rows) - 1
+        weights = (load_set(args, queries.index(ROLE * sets), lengths, row, layout, HEADS, fp4),)
+        if sets == 2:
+            weights += (load_set(args, queries.index(ROLE * sets + 1), lengths, row + rows // 2, layout, HEADS, fp4),)
+        block = Block(row, last, n, token, done, end, weights)
+        if fp4:
+            score_fp4_tiles(stages, queries, lengths, args, block, zero, STAGES, ROLE)
+        else:
+            score_tiles(stages, queries, lengths, args, block, zero, STAGES, ROLE)
+        number, n, token = next_tile(number, n, token + (end - 1 - done) * TILE, lengths)
         done = end
-        number, n, token = next_tile(number, n, token - TILE, lengths)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def prefill_scores_kernel(
-    values_desc, scales_desc, q, weights, seq_lens, table, logits, groups,
+    values_desc, scales_desc, q, weights, seq_lens, table, logits,
     first_row, num_rows, width, num_pages, next_n,
-    HEADS: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, EARLY: gl.constexpr,
+    HEADS: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr, SETS: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as `kernel_hopper.scores_kernel` does, in blocks of SHARE rows; a block has rows of one request only.
 
-    HEADS: at most COLUMNS // SHARE. BLOCKS: at least the number of blocks. GROUPS: store groups, int32, too; those of
-    more than a page aren't.
+    HEADS: at most CONSUMERS * SETS * COLUMNS // SHARE. BLOCKS: at least the number of blocks. Stores no groups.
     """
-    columns: gl.constexpr = values_desc.block_type.shape[1]
-    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, columns], values_desc.layout)
-    scales = gl.allocate_shared_memory(scales_desc.dtype, [2 * STAGES, 1, PAGE], scales_desc.layout)
-    queries = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, HEAD_DIM], gl.NVMMASharedLayout(128, 8, 2))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    set_up_together()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    role_barrier()
+    in_rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    queries = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS * SETS, COLUMNS, HEAD_DIM], in_rows)
+    descs = Descriptors(values_desc, scales_desc)
+    stages = make_stages(descs, STAGES, CONSUMERS)
+    if first_row == 0:
+        wait_for_grid()  # for the inputs; later launches of the same call start before the selection in front ends
     if EARLY:
         let_next_start()
-    lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, SHARE, BLOCKS)
-    stages = Stages(values, scales, full, empty)
-    args = Rows(q, weights, logits, groups)
-    descs = Descriptors(values_desc, scales_desc)
+    lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, SHARE, BLOCKS, SETS)
+    args = Rows(q, weights, logits, None)
     gl.warp_specialize([
-        (consumer, (stages, queries, lengths, args, HEADS, STAGES, GROUPS)),
+        (consumer, (stages, queries, lengths, args, HEADS, STAGES, 0)),
+        (consumer, (stages, queries, lengths, args, HEADS, STAGES, 1)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
-    ], [1], [32 if SHARE <= 4 else 24])  # fmt: skip
+    ], [gl.num_warps(), 1], [232, 40])  # fmt: skip

@@ -9,6 +9,8 @@
     n <= CHUNK                 r of all scores in registers; kth
     n <= NUM_GROUPS << LEVELS  a bound from the best of each group of neighbours, whose kth k groups reach; the scores
                                of these groups that reach it -> a list in shared memory; its r in registers; kth
+    a prefill                  the same, but a row is read once for the best of each STRIDE-th token, and once for all
+                               scores that reach their bound
     longer, or a full list     r of all scores from memory, four times
 
 A scan gives every chosen token its place: the result is in the order of positions by itself, and of equal scores the
@@ -20,9 +22,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from envoi.epilogues.device import INTERPRETED
+from envoi.epilogues.device import INF, INTERPRETED
 from envoi.ops.indexer import room as words
 from envoi.ops.indexer.kernel_digits import (
     BEHIND,
@@ -46,7 +48,7 @@ from envoi.ops.indexer.kernel_digits import (
 )
 from envoi.ops.indexer.kernel_order import SHORT, put_best_first, slot_of, sort_as_torch
 from envoi.ops.indexer.kernel_scores import INTEGERS, NUM_GROUPS, PAGE, level_of, ordered, visible
-from envoi.ops.indexer.room import get, put, put2
+from envoi.ops.indexer.room import get, get2, put, put2
 
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
@@ -54,6 +56,8 @@ PAGES: tl.constexpr = tl.constexpr(2048)  # pages of the table that are checked 
 MOST_GROUPS: tl.constexpr = tl.constexpr(2304)
 MOST: tl.constexpr = tl.constexpr(2944)
 LISTED: tl.constexpr = tl.constexpr(4096)
+RADIX_OF_MINUS_INF: tl.constexpr = tl.constexpr(0xFF800000)  # whose range of two digits ends among NaN
+STRIDE: tl.constexpr = tl.constexpr(8192)  # between tokens of a group, where the groups aren't of neighbours
 GROUPS_AT: tl.constexpr = tl.constexpr(2080)
 CHOSEN_AT: tl.constexpr = tl.constexpr(2080)
 
@@ -83,6 +87,12 @@ class Parts(NamedTuple):
 
 
 @triton.jit
+def least_of(low):
+    """Return the largest radix, so the least score, whose first two digits are those of low."""
+    return low | 0x3FF
+
+
+@triton.jit
 def list_groups(room, groups, n, level, K: tl.constexpr):
     """List the groups that reach the k-th best group, in order; return the bound, and how many they are."""
     ids = grid(NUM_GROUPS // LANES)
@@ -90,7 +100,7 @@ def list_groups(room, groups, n, level, K: tl.constexpr):
     keys = tl.load(groups + ids, mask=ids // 4 < tl.cdiv(num, 4), other=0)
     r = tl.where(ids < num, radix_of(keys), BEHIND)
     low, _, _ = kth(room, r, n * 0 + K, 2)
-    bound = low | 0x3FF
+    bound = least_of(low)
     seat = seats(room, r <= bound)
     put(room, GROUPS_AT + seat, ids, (r <= bound) & (seat < MOST_GROUPS))
     tl.debug_barrier()
@@ -263,6 +273,76 @@ def take_over(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def better(x, y):
+    """Return the larger of x and y, or y if x is NaN. y isn't."""
+    if INTERPRETED:
+        return tl.where(x > y, x, y)
+    else:
+        return tl.maximum(x, y)
+
+
+@triton.jit
+def best_of_groups(logits, n, NAN_FIRST: tl.constexpr):
+    """Return the radix of the best of each group of a row's tokens: of every STRIDE-th."""
+    ids = grid(STRIDE // LANES)
+    best = tl.full((STRIDE // LANES, LANES), -INF, tl.float32)
+    last = (n - 1) // STRIDE * STRIDE
+    for first in range(0, last, STRIDE):
+        best = better(as_number(tl.load(logits + first + ids), NAN_FIRST), best)
+    x = tl.load(logits + last + ids, mask=(last + ids) // 4 < tl.cdiv(n, 4), other=0.0)
+    x = tl.where(last + ids < n, as_number(x, NAN_FIRST), -INF)
+    return radix_of(ordered(better(x, best), NAN_FIRST))
+
+
+@triton.jit
+def as_number(x, NAN_FIRST: tl.constexpr):
+    """Replace NaN, if it is to be first, by infinity."""
+    if NAN_FIRST:
+        return tl.where(x == x, x, INF)
+    else:
+        return x
+
+
+@triton.jit
+def list_reaching(room, logits, n, bound, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr):
+    """List those of a row's scores that reach the bound, with positions; return how many they are."""
+    total = n * 0
+    for first in range(0, n, CHUNK):
+        ids = first + grid(CHUNK // LANES)
+        x = tl.load(logits + ids, mask=ids // 4 < tl.cdiv(n, 4), other=0.0)
+        keep = reaches(x, bound, NAN_FIRST) & (ids < n)
+        seat = total + seats(room, keep)
+        total += get(room, n * 0 + LENGTH)
+        put2(room, PAIRS_AT + seat, x, ids, keep & (seat < MOST))
+    tl.debug_barrier()
+    return total
+
+
+@triton.jit
+def choose_reaching(
+    room, logits, n, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Choose K of a row's tokens; tell whether they are chosen: no, if more may be than the list holds."""
+    low, _, _ = kth(room, best_of_groups(logits, n, NAN_FIRST), n * 0 + K, 2)
+    bound = float_of(least_of(low))
+    total = n
+    if (low < RADIX_OF_MINUS_INF) & (bound > -LARGEST):
+        total = list_reaching(room, logits, n, bound, NAN_FIRST, CHUNK)
+    fits = total <= MOST
+    if fits:
+        choose_own_list(room, total, K, BY_SCORE, NAN_FIRST)
+    return fits
+
+
+@triton.jit
+def choose_own_list(room, total, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr):
+    """Choose K of the list."""
+    ids = grid(LISTED // LANES)
+    x, position = get2(room, PAIRS_AT + tl.where(ids < total, ids, 0))
+    choose_listed(room, x.to(tl.float32, bitcast=True), position, total, K, BY_SCORE, NAN_FIRST)
+
+
+@triton.jit
 def choose_from_groups(
     room, row, parts, K: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -279,23 +359,14 @@ def choose_from_groups(
     if (num <= MOST_GROUPS) & (bound_score > -LARGEST):
         begin = tl.minimum(share * parts.part, num)
         total = list_members(room, row, bound_score, begin, tl.minimum(begin + share, num), level, NAN_FIRST, CHUNK)
-    last = row.n > 0
-    fits = total <= MOST
-    if PARTS > 1:
-        last = hand_over(room, parts, total, PARTS)
-        fits = row.n < 0
-        if last:
-            tl.debug_barrier()
-            x, position, total = take_over(parts, PARTS)
-            fits = total <= MOST
-            if fits:
-                choose_listed(room, x, position, total, K, BY_SCORE, NAN_FIRST)
-    else:
+    last = hand_over(room, parts, total, PARTS)
+    fits = row.n < 0
+    if last:
+        tl.debug_barrier()
+        x, position, total = take_over(parts, PARTS)
+        fits = total <= MOST
         if fits:
-            ids = grid(LISTED // LANES)
-            at = 2 * PAIRS_AT + 2 * tl.where(ids < total, ids, 0)
-            x = get(room, at).to(tl.float32, bitcast=True)
-            choose_listed(room, x, get(room, at + 1), total, K, BY_SCORE, NAN_FIRST)
+            choose_listed(room, x, position, total, K, BY_SCORE, NAN_FIRST)
     return last, fits
 
 
@@ -308,12 +379,12 @@ def select_kernel(
     """Store a row's output and its error.
 
     logits [rows, width * PAGE], groups [rows, NUM_GROUPS] int32: the best keys of groups of level_of(n), in rows longer
-    than NUM_GROUPS, up to NUM_GROUPS << LEVELS. K: 1 to BINS; PLACES: K, up to a power of two. BY_SCORE: best
-    first, else by position; then rows of up to K tokens need no logits. NAN_FIRST: as torch does; rows of up to
-    SHORT tokens are in the order of its sort. EARLY: launched before the scores' kernel ends. PARTS: programs of a
-    long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each part scores and positions, then all parts'
-    lengths. counters [rows]: zero before and after. AT_ONCE: no row is longer than CHUNK, so code for long rows is left
-    out; and many equal scores are sorted.
+    than NUM_GROUPS, up to NUM_GROUPS << LEVELS; or None, with one program a row. K: 1 to BINS; PLACES: K, up to a power
+    of two. BY_SCORE: best first, else by position; then rows of up to K tokens need no logits. NAN_FIRST: as torch
+    does; rows of up to SHORT tokens are in the order of its sort. EARLY: launched before the scores' kernel ends.
+    PARTS: programs of a long row. lists [rows, PARTS * (2 * MOST + 1)] int32: of each part scores and positions, then
+    all parts' lengths. counters [rows]: zero before and after. AT_ONCE: no row is longer than CHUNK, so code for long
+    rows is left out; and many equal scores are sorted.
     """
     words.declare()
     own = tl.program_id(0)
@@ -326,7 +397,6 @@ def select_kernel(
     table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     logits += tl.multiple_of(own.to(tl.int64) * width * PAGE, PAGE)
-    groups += own * NUM_GROUPS
     good = pages_are_good(table, n, num_pages)
     tl.store(errors + row, tl.where(seen < 0, BAD_LENGTH, tl.where(good, 0, BAD_PAGE)))
     n = tl.where(good, n, 0)
@@ -334,11 +404,13 @@ def select_kernel(
     put(room, bins, bins * 0, bins >= 0)
     put(room, SECOND + bins, bins * 0, bins >= 0)
     tl.debug_barrier()
-    is_long = (n > CHUNK) & (n <= (NUM_GROUPS << LEVELS))
+    is_long = (n > CHUNK) & (n <= (NUM_GROUPS << LEVELS)) & (PARTS > 1)
     if (part > 0) & (is_long == 0):
         return
     if EARLY:
         gdc_wait()
+        if groups is None:
+            gdc_launch_dependents()  # the next rows' scores, see `kernel_prefill`
     last = part == 0
     if n > K:
         if (n <= CHUNK) | AT_ONCE:
@@ -346,11 +418,14 @@ def select_kernel(
             choose_at_once(room, load_radix(logits, ids, n, NAN_FIRST), ids, n * 0, K, BY_SCORE)
         elif not AT_ONCE:
             done = n < 0
-            if is_long:
-                parts = Parts(lists + own * (PARTS * (2 * MOST + 1)), counters + own, part)
-                last, done = choose_from_groups(
-                    room, Row(logits, groups, n), parts, K, BY_SCORE, NAN_FIRST, CHUNK, PARTS
-                )
+            if groups is None:
+                done = choose_reaching(room, logits, n, K, BY_SCORE, NAN_FIRST, CHUNK)
+            elif PARTS > 1:
+                if is_long:
+                    parts = Parts(lists + own * (PARTS * (2 * MOST + 1)), counters + own, part)
+                    last, done = choose_from_groups(
+                        room, Row(logits, groups + own * NUM_GROUPS, n), parts, K, BY_SCORE, NAN_FIRST, CHUNK, PARTS
+                    )
             if last & (done == 0):
                 choose_from_memory(room, logits, n, K, BY_SCORE, NAN_FIRST, CHUNK)
         tl.debug_barrier()
