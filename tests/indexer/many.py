@@ -3,7 +3,7 @@
 import torch
 
 from envoi.ops.indexer.layout import PAGE_SIZE
-from tools.oracles.indexer import TENSOR_CORE_BAND, keys64
+from tools.oracles.indexer import TENSOR_CORE_BAND, bounds, keys64
 from tools.oracles.indexer_workloads import random_fp4_cache
 
 NOWHERE = 2**40
@@ -61,13 +61,9 @@ def wrong_rows(out, tensors, next_n, relative=TENSOR_CORE_BAND):
     slots = torch.where(inside, pages * PAGE_SIZE + tokens % PAGE_SIZE, NOWHERE)
     chosen, wrong = _chosen(out, slots, seen)
     scores, eps = _scores_and_band(q, cache, weights, pages, tokens, relative)
-    want = seen.clamp(max=out.shape[1])
-    scores = scores.masked_fill(~inside, -torch.inf)
-    threshold = scores.sort(1, descending=True).values.gather(1, (want - 1).clamp(min=0)[:, None])
-    band = eps + torch.where(scores == threshold, eps, 0).amax(1, keepdim=True)
-    left_out = inside & (scores > threshold + band) & ~chosen
-    loser = inside & (scores < threshold - band) & chosen
-    return wrong | (left_out.any(1) | loser.any(1)) & (want > 0)
+    low, high = bounds(scores, eps)
+    left_out = low.masked_fill(chosen | ~inside, -torch.inf).amax(1)
+    return wrong | (left_out > high.masked_fill(~(chosen & inside), torch.inf).amin(1))
 
 
 def _chosen(out, slots, seen):

@@ -48,12 +48,20 @@ def band(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, relative: f
     return magnitude * relative
 
 
+def bounds(scores: torch.Tensor, eps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least and the most that a float32 score may be; -inf and inf where there is no telling."""
+    inf = torch.inf
+    return (scores - eps).nan_to_num(-inf, inf, -inf), (scores + eps).nan_to_num(inf, inf, -inf)
+
+
 def judge(
     slots: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, length: int,
     block_table: torch.Tensor, relative: float = RELATIVE_BAND,
 ) -> Verdict:  # fmt: skip
-    """Judge a query row's slots [k]: all clear winners, no clear loser, the right count, no duplicate, none foreign.
+    """Judge a query row's slots [k]: none left out is clearly better, the right count, no duplicate, none foreign.
 
+    Of any two tokens the bands decide, not those of a token and of the threshold: where a token with a wide band falls
+    below the next best, which has a narrow one, both are right.
     q [H, 128], weights [H], length: tokens that the row sees, block_table [P] of its request, relative: see `band`.
     """
     chosen = slots[slots != -1].long()
@@ -76,20 +84,11 @@ def judge(
 
 def _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length: int, want: int, relative) -> Verdict:
     keys = keys64(k_cache, pages)[:length]
-    scores, eps = scores64(q, keys, weights), band(q, keys, weights, relative)
-    threshold = scores.topk(want).values[-1]
-    # The threshold's own token is uncertain too, so the band is doubled.
-    width = eps + eps[scores == threshold].max()
-    winners, losers = scores > threshold + width, scores < threshold - width
-    left_out = winners & (used[reachable] == 0)
-    if bool(left_out.any()):
-        return Verdict(f"position {int(left_out.nonzero()[0])} is a clear winner and was left out")
-    worst = losers & torch.isin(reachable, chosen) & ~_has_better_twin(reachable, losers)
-    if bool(worst.any()):
-        return Verdict(f"position {int(worst.nonzero()[0])} is a clear loser and was chosen")
-    return Verdict("", int((~winners & ~losers).sum()))
-
-
-def _has_better_twin(reachable: torch.Tensor, losers: torch.Tensor) -> torch.Tensor:
-    """Tell which slots also belong to a position that isn't a loser: a page used twice gives two positions one slot."""
-    return torch.isin(reachable, reachable[~losers])
+    least, most = bounds(scores64(q, keys, weights), band(q, keys, weights, relative))
+    left_out = least.masked_fill(used[reachable] > 0, -torch.inf)
+    taken = most.masked_fill(~torch.isin(reachable, chosen), torch.inf)
+    if bool(left_out.max() > taken.min()):
+        better, worse = int(left_out.argmax()), int(taken.argmin())
+        return Verdict(f"position {better} is clearly better than {worse} and was left out")
+    in_band = (most >= least.topk(want).values[-1]) & (least <= most.topk(want).values[-1])
+    return Verdict("", int(in_band.sum()))
