@@ -76,7 +76,7 @@ def _versions(measurements: Sequence[Measurement]) -> str:
 def _caption(measurements: Sequence[Measurement]) -> str:
     dates = sorted({m.date for m in measurements})
     commits = ", ".join(dict.fromkeys(m.commit for m in measurements))
-    torches = ", ".join(dict.fromkeys(f"torch {m.torch}, Triton {m.triton}" for m in measurements))
+    torches = ", ".join(dict.fromkeys(f"torch {m.torch} with Triton {m.triton}" for m in measurements))
     ready = "; ".join(
         f"{name}: {next(iter(found.values())).details['ready s']}" for name, found in _by_model(measurements).items()
     )

@@ -33,7 +33,7 @@ from bench.trial import (
     time_rounds,
 )
 from envoi.ops.moe.router import Rule, reference, route
-from envoi.ops.moe.router.choose_tiling import APART_EXPERTS, APART_ROWS
+from envoi.ops.moe.router.choose_tiling import is_many
 from envoi.tune.problems import generator, relative_error
 from tools.kernel_cases.router import rule_of
 
@@ -69,7 +69,7 @@ def measure(case: Case, bench: Bench) -> Trial:
         others = _baselines(shape, rule, bench)
         if bench.on_gpu:
             others |= _peers(shape, rule, inputs[0])
-            if _may_differ(shape):
+            if is_many(shape.m, shape.n):
                 others["not_batch_invariant"] = lambda: routed(shape, rule, batch_invariant=False)
     if one_call:
         timing, baselines, missing = time_rounds(
@@ -90,7 +90,7 @@ def rehearse(case: Case, device: torch.device) -> None:
     """Make the case's calls once."""
     shape = cast(RouterShape, case.shape)
     rule, biases = rule_of(shape.rule)
-    for batch_invariant in {True, not _may_differ(shape)}:
+    for batch_invariant in {True, not is_many(shape.m, shape.n)}:
         routed(shape, rule, batch_invariant=batch_invariant)(make_inputs(shape, biases, device, 0))
 
 
@@ -108,11 +108,6 @@ def routed(shape: RouterShape, rule: Rule, dense: bool = False, batch_invariant:
         x.tokens, x.gate, shape.num_topk, rule=rule, logit_bias=x.logit_bias, expert_bias=x.expert_bias,
         return_dense=dense, batch_invariant=batch_invariant,
     )  # fmt: skip
-
-
-def _may_differ(shape: RouterShape) -> bool:
-    """Tell whether a call without batch invariance may launch other kernels."""
-    return shape.m >= APART_ROWS and shape.n >= APART_EXPERTS
 
 
 def _baselines(shape: RouterShape, rule: Rule, bench: Bench) -> dict[str, Callable[[], Step]]:

@@ -2,8 +2,8 @@
 
 import torch
 
-from envoi.ops.indexer.layout import PAGE_SIZE
-from tools.oracles.indexer import TENSOR_CORE_BAND, bounds, keys64
+from envoi.ops.indexer.layout import PAGE_SIZE, is_fp4
+from tools.oracles.indexer import FP4_BAND, TENSOR_CORE_BAND, bounds, keys64
 from tools.oracles.indexer_workloads import random_fp4_cache
 
 NOWHERE = 2**40
@@ -49,9 +49,10 @@ def random_fp8_cache(num_pages, draw):
     return cache.view(num_pages, PAGE_SIZE, 1, 132)
 
 
-def wrong_rows(out, tensors, next_n, relative=TENSOR_CORE_BAND):
+def wrong_rows(out, tensors, next_n):
     """Find the rows that `judge` would find wrong: [rows] bool."""
     q, cache, weights, seq_lens, table = tensors
+    relative = FP4_BAND if is_fp4(cache) else TENSOR_CORE_BAND
     rows = torch.arange(len(q), device=q.device)
     seen = (seq_lens.long().repeat_interleave(next_n) - next_n + 1 + rows % next_n).clamp(min=0)
     most = int(seq_lens.max().clamp(min=1))

@@ -57,6 +57,7 @@ def test_another_second_run_fails(args, served, capsys):
     [
         ("envoi", ["Envoi runs the MoE layers in bf16"], True),
         ("envoi", ["SGLang's kernels run the MoE layers: LoRA is on"], False),
+        ("envoi", ["Envoi runs the MoE layers in bf16", "vLLM's kernels run the fp8 MoE layers: LoRA is on"], False),
         ("envoi", [], False),
         ("triton", [], True),
         ("triton", ["Envoi runs the MoE layers in bf16"], False),

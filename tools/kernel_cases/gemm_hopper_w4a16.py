@@ -17,6 +17,7 @@ from tools.kernel_cases.planning import Layer, LayerOfRanks, launch_of_call
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4
 OTHER_SIZES = 4096, 1536  # in tiles of 16 tokens weights are requested in another way
 LARGE_SIZES = 7168, 2048  # an SM has one CTA of 16 warps
+SMALL_SIZES = 2048, 768  # a kernel that an assembler got wrong, for more than 128 slots: `machine_code.operands`
 NUM_RANKS = 2  # of a layer whose rows are sent
 KERNELS_OF = {
     "permute": ("permute_kernel", 0), "l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("combine_kernel", 0),
@@ -92,6 +93,7 @@ INT4_CASES = (
 )  # fmt: skip
 CASES = (
     Case("permute", "permute", 16),
+    Case("permute-2048", "permute", 64, sizes=SMALL_SIZES),
     Case("few-l1-ids", "l1", 1),
     Case("few-l1", "l1", 16),
     Case("few-l2", "l2", 16),

@@ -196,8 +196,9 @@ def e4m3(x):
 
 @triton.jit
 def near_e4m3(x):
-    """Round float32 of at most 448 to the next number of E4M3, in float32."""
-    # A sum with this has E4M3's last digit as its own: that of x's binade, below 2^-6 that of 2^-6.
+    """Round float32 of at most 448 to the nearest number of E4M3, ties to even, in float32."""
+    # x + large is rounded to a multiple of the step between E4M3's numbers near x: an eighth of x's power of two, and
+    # 2^-9 below 2^-6.
     large = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     large = tl.maximum(large, 0.015625) * 1572864.0
     return (x + large) - large
@@ -205,7 +206,7 @@ def near_e4m3(x):
 
 @triton.jit
 def cast_back(code, x):
-    """Return the float32 of code, which is x in E4M3, x of at most 448."""
+    """Convert code back to float32. code: x cast to E4M3; x: float32 of at most 448."""
     if CASTS_BACK:
         return code.to(tl.float32)
     else:

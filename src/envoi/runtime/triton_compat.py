@@ -41,8 +41,9 @@ role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrie
 # In every GEMM the producer gives consumers more registers: the compiler since 3.7 keeps more values alive.
 MORE_REGISTERS = gl.constexpr(not VERSION.startswith("3.6."))
 
-# Whether numbers that were just cast to E4M3 may be cast back. The assembler of 3.8 (CUDA 12.9) has moved that cast
-# before the first one, where it read another register: `tools.machine_code.operands`.
+# Whether numbers that were just cast to E4M3 may be cast back, else they are rounded by arithmetic. The assembler of
+# 3.8 (CUDA 12.9) may move the cast back before the other, where its register still holds something else. Of the other
+# releases only 3.6's machine code was searched for that, without a find: `tools.machine_code.operands`.
 CASTS_BACK = gl.constexpr(VERSION.startswith("3.6."))
 
 # TMA: (descriptor, corner, barrier, buffer, pred=True) and (descriptor, corner, buffer). Renamed in 3.8.

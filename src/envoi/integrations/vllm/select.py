@@ -32,9 +32,9 @@ KEYS = {
     "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
     "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
 }  # fmt: skip
-# vLLM's function by which it pads a layer's sizes for such a name, once it has chosen; weights are made in those.
+# vLLM's function that pads an MXFP4 layer's sizes as the chosen name asks; weights are created in the padded sizes.
 PADDED = "mxfp4_round_up_hidden_size_and_intermediate_size"
-LAYERS = "vllm.model_executor.layers."  # module of methods that take whatever kernel is chosen
+LAYERS = "vllm.model_executor.layers."  # where the methods are that run whatever kernel is chosen
 SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")
 NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
@@ -67,7 +67,7 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
         try:
             given = signature.bind(*arguments, **named).arguments
             caller = sys._getframe(1).f_locals.get("self")
-            found = None if _is_a_models(caller, oracle) else _choose(oracle, given, backend, names)
+            found = None if _is_of_a_model(caller, oracle) else _choose(oracle, given, backend, names)
         except Exception as error:
             say(logger, logging.WARNING, f"vLLM's kernels run the {oracle} MoE layers: {type(error).__name__}: {error}")
             found = None
@@ -76,8 +76,11 @@ def choosing(oracle: str, old: Callable, backend: Any, names: Mapping[str, Any])
     return choose
 
 
-def _is_a_models(method: Any, oracle: str) -> bool:
-    """Tell whether a model's own method asks for a kernel, which ends the server if it doesn't know it; say so once."""
+def _is_of_a_model(method: Any, oracle: str) -> bool:
+    """Tell whether the method that asks for a kernel is one model's own; say so once.
+
+    Such a method may end the server when it gets a kernel that it doesn't know.
+    """
     kind = type(method)
     if method is None or kind.__module__.startswith(LAYERS):
         return False

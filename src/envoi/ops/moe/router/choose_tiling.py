@@ -167,6 +167,11 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
                     yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
 
 
+def is_many(M: int, num_experts: int) -> bool:
+    """Tell whether a launch that only multiplies may pay; only there does `batch_invariant` make a difference."""
+    return M >= APART_ROWS and num_experts >= APART_EXPERTS
+
+
 def apart_candidates(
     M: int, hidden: int, spec: Spec, num_sms: int, one_sum: bool = False
 ) -> Iterator[RouterTiling]:  # fmt: skip
@@ -175,7 +180,7 @@ def apart_candidates(
     Of the widths that cut the experts in the same number of parts, the least. None for few rows or experts. With the
     last tiles cut along K where they can be, and without. one_sum: such as sum all of K at once, of up to 256 columns.
     """
-    if M < APART_ROWS or spec.num_experts < APART_EXPERTS:
+    if not is_many(M, spec.num_experts):
         return
     num_blocks = -(-hidden // block_sum(hidden))
     widths = (*APART_WIDTHS, ONE_SUM_WIDTH) if one_sum else APART_WIDTHS
@@ -256,8 +261,8 @@ def predicted_cycles(
         return _apart_cycles(M, hidden, spec, tiling, num_sms, costs)
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    is_many = M >= APART_ROWS and spec.num_experts >= APART_EXPERTS
-    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms) if is_many else costs)
+    many = is_many(M, spec.num_experts)
+    loads = _load_cycles(hidden, spec, tiling, _loading(costs, ctas, waves, num_sms) if many else costs)
     loads = max(loads, _memory_cycles(M, hidden, spec, tiling, num_sms) / waves)
     products = _product_cycles(hidden, tiling, costs)
     both = loads + products if tiling.single_fill else (loads**3 + products**3) ** (1 / 3)
@@ -266,7 +271,7 @@ def predicted_cycles(
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (costs.signal if tiling.polls_sums else costs.meet) + 4 * floats / costs.sum_bytes
-    choice = _choice_cycles(spec, tiling, costs, costs.settled if is_many and tiling.settles else 1.0)
+    choice = _choice_cycles(spec, tiling, costs, costs.settled if many and tiling.settles else 1.0)
     return costs.cta * min(ctas, num_sms) + waves * (costs.start + both + rest + choice)
 
 
