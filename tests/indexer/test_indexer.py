@@ -368,7 +368,7 @@ def test_code_for_long_rows_is_left_out_where_that_is_faster(rows, width, by_sco
     """Check the rule for an H200's 132 SMs; width: pages of 64 tokens."""
     q, table = torch.empty(rows, 64, 128, device="meta"), torch.empty(rows, width, device="meta")
     p = fast.Problem(q, torch.empty(1, 64, 1, 132, device="meta"), q, table, table, 512, 1)
-    assert fast.at_once(p, fast.Order(slots=True, by_score=by_score), early) is expected
+    assert fast.at_once(p, fast.Order(slots=True, by_score=by_score), early, has_groups=True) is expected
 
 
 def test_prefill_of_other_lengths_takes_the_same_kernels():

@@ -18,7 +18,7 @@ from envoi import env
 from envoi.integrations.lines import say
 from envoi.integrations.names import found_names
 from envoi.integrations.vllm import loading
-from envoi.integrations.vllm.used import ALL, SELECTORS
+from envoi.integrations.vllm.used import ALL, PADDED, SELECTORS
 
 logger = logging.getLogger("vllm.envoi")
 # Function that chooses -> vLLM's name for weights as they were loaded.
@@ -32,8 +32,6 @@ KEYS = {
     "unquantized": (None, None), "mxfp8": ("kMxfp8Static", "kMxfp8Dynamic"), "mxfp4": ("kMxfp4Static", None),
     "mxfp4 of DeepSeek-V4": ("kMxfp4Static", None),
 }  # fmt: skip
-# vLLM's function that pads an MXFP4 layer's sizes as the chosen name asks; weights are created in the padded sizes.
-PADDED = "mxfp4_round_up_hidden_size_and_intermediate_size"
 LAYERS = "vllm.model_executor.layers."  # where the methods are that run whatever kernel is chosen
 SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")

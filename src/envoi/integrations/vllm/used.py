@@ -58,6 +58,8 @@ BACKENDS = {
     "mxfp4": Used(f"{MOE}.oracle.mxfp4", "Mxfp4MoeBackend", members=("XPU",)),
     "nvfp4": Used(f"{MOE}.oracle.nvfp4", "NvFp4MoeBackend", members=("EMULATION",)),
 }
+# Pads an MXFP4 layer's sizes as the chosen name asks; weights are created in the padded sizes.
+PADDED = "mxfp4_round_up_hidden_size_and_intermediate_size"
 ALL = (
     EXPERTS,
     Used(f"{MOE}.modular_kernel", "FusedMoEActivationFormat", members=("Standard", "BatchedExperts")),
@@ -105,7 +107,7 @@ ALL = (
     *SELECTORS.values(),
     *BACKENDS.values(),
     Used(
-        f"{MOE}.oracle.mxfp4", "mxfp4_round_up_hidden_size_and_intermediate_size",
+        f"{MOE}.oracle.mxfp4", PADDED,
         takes=("backend", "hidden_size", "intermediate_size"),
     ),
 )  # fmt: skip

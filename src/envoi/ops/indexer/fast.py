@@ -62,6 +62,11 @@ class Problem:
         return self.q.shape[0]
 
     @property
+    def is_prefill(self) -> bool:
+        """Whether rows are so many that programs of one row each fill the GPU."""
+        return self.num_rows > MANY_ROWS
+
+    @property
     def width(self) -> int:
         """Number of columns of the block table."""
         return self.table.shape[1]
@@ -111,7 +116,7 @@ class Workspace:
 
 def num_parts(p: Problem) -> int:
     """Return the number of programs that select from a long row; 1 if no row is long, or if rows fill the GPU."""
-    return PARTS if p.max_length > CHUNKS[-1] and p.num_rows <= MANY_ROWS else 1
+    return PARTS if p.max_length > CHUNKS[-1] and not p.is_prefill else 1
 
 
 def list_words(p: Problem) -> int:
@@ -125,36 +130,39 @@ def by_candidates(p: Problem, order: Order) -> bool:
     They are where the best come first in long rows, and where any order will do in a row or two that are very long.
     Not in a prefill, whose rows fill the GPU.
     """
-    if p.max_length > MOST_CANDIDATES or p.num_rows > MANY_ROWS:
+    if p.max_length > MOST_CANDIDATES or p.is_prefill:
         return False
     if order.any:
         return p.num_rows <= FEW_ROWS and p.max_length > CHUNKS[-1]
     return order.by_score and p.max_length > LONG_CHUNK
 
 
-def at_once(p: Problem, order: Order, early: bool) -> bool:
+def at_once(p: Problem, order: Order, early: bool, has_groups: bool) -> bool:
     """Tell whether `select_kernel` is compiled without code for long rows, where that was measured to be faster.
 
     Not where it leaves so few registers a program that the first idle SM gets several while others have none: 128 rows
-    of 3000 tokens took 29.9 us instead of 26.0. early: it is launched before the scores' end, as it was measured.
+    of 3000 tokens took 29.9 us instead of 26.0. early: it is launched before the scores' end, as it was measured; if
+    not, the code is left out wherever rows have no groups.
     """
-    if not early or p.max_length > chunk_of(p):
+    if p.max_length > chunk_of(p):
         return False
+    if not early:
+        return not has_groups
     if order.by_score:
         return 2 * p.num_rows <= num_sms(p.q.device)
-    return p.max_length > CHUNKS[0] or p.num_rows > MANY_ROWS
+    return p.max_length > CHUNKS[0] or p.is_prefill
 
 
 def chunk_of(p: Problem) -> int:
     """Return how many scores a program of `select_kernel` holds: all of the longest row's, or so many at a time."""
-    if p.num_rows > MANY_ROWS:
+    if p.is_prefill:
         return PREFILL_CHUNK
     return next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
 
 
 def rows_that_fit(p: Problem, candidates: bool = False) -> int:
     """Return the number of rows for whose workspace there is room."""
-    if p.num_rows > MANY_ROWS:
+    if p.is_prefill:
         return PREFILL_BYTES // max(1, 4 * p.max_length)
     words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else list_words(p)
     return WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))
@@ -178,7 +186,7 @@ def in_turns(p: Problem) -> bool:
 def rows_of_block(p: Problem) -> int:
     """Return the number of neighbouring rows, all of one request, that share tiles of keys: 1 but for a prefill."""
     whole = p.shares_tiles and (in_turns(p) or p.next_n % shared_rows(p) == 0)
-    return shared_rows(p) if p.num_rows > MANY_ROWS and whole else 1
+    return shared_rows(p) if p.is_prefill and whole else 1
 
 
 def rows_at_once(p: Problem, candidates: bool = False) -> int:
@@ -196,7 +204,7 @@ def workspace(p: Problem, candidates: bool = False) -> Workspace:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     logits = empty(p.max_length, torch.float32)
-    if p.num_rows > MANY_ROWS:
+    if p.is_prefill:
         return Workspace(logits)
     groups = empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
     if not candidates:
@@ -335,10 +343,9 @@ def select_arguments(
     parts = num_parts(p)
     if space.groups is None:
         parts, levels = 1, 0
-    once = at_once(p, order, early) or (space.groups is None and not early and p.max_length <= chunk_of(p))
-    many = p.num_rows > MANY_ROWS
-    options = {"num_warps": ORDER_WARPS if order.by_score or (many and once) else SELECT_WARPS}
-    if many:
+    once = at_once(p, order, early, space.groups is not None)
+    options = {"num_warps": ORDER_WARPS if order.by_score or (p.is_prefill and once) else SELECT_WARPS}
+    if p.is_prefill:
         options["maxnreg"] = ORDER_REGISTERS if order.by_score else SELECT_REGISTERS
     counters = workspace_of.counters(num_rows, p.q.device)
     words = torch.empty(num_rows * parts, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
