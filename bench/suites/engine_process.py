@@ -141,14 +141,17 @@ def fill(model: Any, *_: object, **__: object) -> None:
     """Write random weights of a trained model's magnitudes; in place of the engine's own dummy ones, all near 0."""
     import torch
 
-    if getattr(fill, "is_done", False):  # the engine calls it for each module that it loads
-        return
-    fill.is_done = True
     for name, tensor in model.state_dict().items():
         source = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
         parts = tensor if tensor.dim() == 3 else [tensor]  # an expert at a time: a draw takes memory of its own
         for part in parts:
             _draw(name, part, source)
+
+
+def _replace(place: Any, name: str, new: Any) -> None:
+    """Put what is ours in an engine's place. Raises AttributeError if it has none: its weights would be its own."""
+    getattr(place, name)
+    setattr(place, name, new)
 
 
 def _draw(name: str, x: Any, source: Any) -> None:
@@ -193,7 +196,7 @@ class Vllm:
         attention: Any = importlib.import_module("vllm.v1.attention.backends.registry")
         self.vllm: Any = importlib.import_module("vllm")
         self.torch: Any = importlib.import_module("torch")
-        loader.initialize_dummy_weights = fill
+        _replace(loader.DummyModelLoader, "load_weights", lambda self, model, *rest: fill(model))
         self.engine = self.vllm.LLM(
             model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=4096,
             # Other engines are in the GPU's memory: what is free at a moment says nothing.
@@ -251,7 +254,7 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
     """Run SGLang's scheduler, in its process, with a model whose weights are ours."""
     loader: Any = importlib.import_module("sglang.srt.model_loader.loader")
     scheduler: Any = importlib.import_module("sglang.srt.managers.scheduler")
-    loader.initialize_dummy_weights = fill
+    _replace(loader, "initialize_dummy_weights", fill)
     scheduler.run_scheduler_process(*arguments, **named)
 
 
