@@ -29,6 +29,7 @@ LIBRARIES = {
         ("vllm_triton", "vllm_marlin", "vllm_deepgemm", "vllm_router", "vllm_torch_topk", "vllm_cooperative_topk_set",
          "vllm_persistent_topk_set", "vllm_per_row_topk_set", "vllm_engine"),
     ),
+    "sglang": Library("sglang", "0.5.23", "2026-11-28", ("sglang_engine",)),
     "humming-kernels": Library("humming", "0.1.19", "2026-11-27", ("humming_w8a8", "humming_w4a16", "humming_w4a8")),
     "flashinfer-python": Library("flashinfer", "0.7.2.post1", "2026-11-27", ("flashinfer", "flashinfer_router")),
     "sgl-deep-gemm": Library("deep_gemm", "0.2.5", "2026-11-27", ("sgl_deep_gemm", "sgl_deep_gemm_topk")),

@@ -8,8 +8,8 @@ docs/*.md it is what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
     <!-- bench:h200:moe:2:sgl_deep_gemm -->             the mean ratio to this baseline
     <!-- bench:h200:moe:1:libraries -->                 the mean ratio to the fastest of other libraries' baselines
     <!-- bench:h200,h100:moe:1::mxfp4_mxfp8 -->         of the first GPU that has any, cases whose name contains this
-    <!-- bench:engine:h200:table -->                    tokens a second of served models, of any version (`served`)
-    <!-- bench:engine:h200:line -->                     their ratios in a line
+    <!-- bench:engine:h200:table -->                    tokens a second of models in vLLM, of any version (`served`)
+    <!-- bench:engine:h200:line:sglang -->              in SGLang; their ratios in a line
 
 Baselines count in the newest version that `libraries` knows; what was measured with older ones stands in a section of
 its own. Where nothing was measured a marker says so.
@@ -276,10 +276,12 @@ def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
 
 
 def _of_engines(marker: str, results: dict[str, list[Measurement]]) -> str:
-    _, gpu, form = (*marker.split(":"), "", "")[:3]
-    if form not in ("table", "line"):
-        raise ValueError(f"bench:{marker}: expected engine:GPU:table or engine:GPU:line")
-    found = [m for m in results.get(gpu, []) if m.suite == "engine" and not m.is_untuned]
+    _, gpu, form, engine = (*marker.split(":"), "", "", "")[:4]
+    engine = engine or "vllm"
+    if form not in ("table", "line") or engine not in served.ENGINES:
+        raise ValueError(f"bench:{marker}: expected engine:GPU:table or engine:GPU:line, then :sglang or nothing")
+    measured = (m for m in results.get(gpu, []) if m.suite == "engine" and not m.is_untuned)
+    found = [m for m in measured if m.case.startswith(f"{engine}, ")]
     if not found:
         return NOT_MEASURED
     return f"\n\n{served.table(found)}\n\n" if form == "table" else served.line(found)

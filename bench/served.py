@@ -9,7 +9,7 @@ from bench.summary import ratio
 from envoi.table import number
 
 CASE = re.compile(r"(?P<engine>\w+), (?P<model>\S+) (?P<format>\S+) x(?P<layers>\d+), (?P<step>.+)")
-BASELINE = "vllm_engine"
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}  # as cases and as pages call them
 ROUTED = "routed"  # Envoi's gate too
 SECOND = 1e6  # us
 
@@ -19,9 +19,9 @@ def table(measurements: Sequence[Measurement]) -> str:
     steps = list(dict.fromkeys(_parts(m)["step"] for m in measurements))
     lines = [["sizes of", *steps], ["---", *["---:"] * len(steps)]]
     for name, found in _by_model(measurements).items():
-        lines.append([name, *(_cell(found.get(step), BASELINE) for step in steps)])
+        lines.append([name, *(_cell(found.get(step)) for step in steps)])
         if any(ROUTED in m.baselines for m in found.values()):
-            cells = (_cell(found.get(step), BASELINE, ROUTED) for step in steps)
+            cells = (_cell(found.get(step), ROUTED) for step in steps)
             lines.append([f"{name}, `ENVOI_VLLM_ROUTE=1`", *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + f"\n\n{_caption(measurements)}"
 
@@ -30,13 +30,24 @@ def line(measurements: Sequence[Measurement]) -> str:
     """Return the ratios in a line: the least and the largest of prefill and of decode, in how many models."""
     parts = []
     for phase in ("prefill", "decode"):
-        found = [m.baselines[BASELINE] / m.ours_us for m in measurements if _parts(m)["step"].startswith(phase)]
+        found = [m.baselines[baseline_of(m)] / m.ours_us for m in measurements if _parts(m)["step"].startswith(phase)]
         least, most = number(min(found)), number(max(found))
         span = most if least == most else f"{least} to {most}"
         parts.append(f"{span} times the tokens/s in {phase}")
     models = list(_by_model(measurements))
     which = f"sizes of {models[0]}" if len(models) == 1 else f"sizes of {len(models)} models"
-    return f"{' and '.join(parts)} ({which}, vLLM {_versions(measurements)}, {measurements[0].gpu})"
+    return (
+        f"{' and '.join(parts)} ({which}, {_engine(measurements[0])} {_versions(measurements)}, {measurements[0].gpu})"
+    )
+
+
+def baseline_of(m: Measurement) -> str:
+    """Return the name of the engine with its own kernels."""
+    return f"{_parts(m)['engine']}_engine"
+
+
+def _engine(m: Measurement) -> str:
+    return ENGINES[_parts(m)["engine"]]
 
 
 def _parts(m: Measurement) -> dict[str, str]:
@@ -46,20 +57,21 @@ def _parts(m: Measurement) -> dict[str, str]:
 
 
 def _by_model(measurements: Sequence[Measurement]) -> dict[str, dict[str, Measurement]]:
-    """Return the measurements by model and vLLM's version, then by step."""
+    """Return the measurements by model and the engine's version, then by step."""
     found: dict[str, dict[str, Measurement]] = {}
     for m in measurements:
         parts = _parts(m)
-        name = f"{parts['model']}, {parts['format']}, {parts['layers']} layers, vLLM {version(m.details, BASELINE)}"
+        engine = f"{_engine(m)} {version(m.details, baseline_of(m))}"
+        name = f"{parts['model']}, {parts['format']}, {parts['layers']} layers, {engine}"
         found.setdefault(name, {})[parts["step"]] = m
     return found
 
 
-def _cell(m: Measurement | None, baseline: str, ours: str = "") -> str:
+def _cell(m: Measurement | None, ours: str = "") -> str:
     if m is None or (ours and ours not in m.baselines):
         return "-"
     us = m.baselines[ours] if ours else m.ours_us
-    tokens, theirs = _tokens(m), m.baselines[baseline]
+    tokens, theirs = _tokens(m), m.baselines[baseline_of(m)]
     return f"{tokens / theirs * SECOND:,.0f} to {tokens / us * SECOND:,.0f} ({ratio(theirs, us)})"
 
 
@@ -70,7 +82,7 @@ def _tokens(m: Measurement) -> int:
 
 
 def _versions(measurements: Sequence[Measurement]) -> str:
-    return ", ".join(dict.fromkeys(str(version(m.details, BASELINE)) for m in measurements))
+    return ", ".join(dict.fromkeys(str(version(m.details, baseline_of(m))) for m in measurements))
 
 
 def _caption(measurements: Sequence[Measurement]) -> str:
@@ -83,7 +95,7 @@ def _caption(measurements: Sequence[Measurement]) -> str:
     rounds = ", ".join(dict.fromkeys(str(m.n) for m in measurements))
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return (
-        f"Tokens/s, vLLM's own kernels to Envoi's. One {measurements[0].gpu}, {torches}, {when}, commit {commits}; "
-        f"medians of {rounds} rounds, in turns. Seconds of a first start with empty caches, all engines of a model at "
-        f"once: {ready}."
+        f"Tokens/s, {_engine(measurements[0])}'s own kernels to Envoi's. One {measurements[0].gpu}, {torches}, {when}, "
+        f"commit {commits}; medians of {rounds} rounds, in turns. Seconds of a first start with empty caches, all "
+        f"engines of a model at once: {ready}."
     )

@@ -3,6 +3,8 @@
     prefill 16x2048     one new token for each of 16 prompts of 2048 tokens, in chunks of 8192
     decode 64           a step of 64 sequences that have 32 tokens or more, the engine's own CUDA graphs
 
+SGLang captures none for prefill here, whose steps are longer than its graphs; its attention is by its Triton kernels.
+
 The engines of a model are in memory at once and run rounds in turns, in both orders (`engine_turns.py`). Random
 weights, the same for all; no tokens per second depend on them but by the routing. DeepGEMM is off in all. Error: one
 layer of the model's sizes in its format on 64 tokens, as suite moe has it. Details: seconds until the engine took
@@ -11,6 +13,7 @@ those that ended with it.
 """
 
 from functools import cache
+from itertools import product
 from statistics import median
 from typing import cast
 
@@ -29,20 +32,19 @@ from envoi.ops.moe import moe as envoi_moe
 PREFILL = (16, 2048)
 DECODE = (1, 16, 64, 256)
 ERROR_TOKENS = 64
-NAME = {"vllm": "vllm_engine"}  # baselines, by engine
-# Models and formats of which a third engine fits beside, with Envoi's gate too: the model hands its gate to the layer.
-ROUTED = {("Qwen3-30B-A3B", "fp8_block128")}
+NAME = {"vllm": "vllm_engine", "sglang": "sglang_engine"}  # baselines, by engine
+# Of these a third engine fits beside, with Envoi's gate too: the model hands its gate to the layer.
+ROUTED = {("vllm", "Qwen3-30B-A3B", "fp8_block128")}
 
 
 def cases(options: Options) -> list[Case]:
     """Return the cases: each model in each format, prefill and decode."""
     found = []
-    for name, served in SERVED.items():
+    for engine, (name, served) in product(NAME, SERVED.items()):
         layers = options.layers or served.num_layers
-        for format in served.formats:
-            for step in (PREFILL, *((batch, 1) for batch in DECODE)):
-                shape = EngineShape("vllm", name, layers, format, *step)
-                found.append(Case("engine", _name(shape), shape))
+        for format, step in product(served.formats_in(engine), (PREFILL, *((batch, 1) for batch in DECODE))):
+            shape = EngineShape(engine, name, layers, format, *step)
+            found.append(Case("engine", _name(shape), shape))
     return found
 
 
@@ -84,12 +86,11 @@ def _timing(found: Found, step: str) -> Timing:
 
 def _details(engine: str, found: dict[str, Found], step: str) -> dict[str, str | float]:
     ours, base = found["envoi"], found["default"]
-    details: dict[str, str | float] = {
-        engine: base.ready["version"],
-        "ready s": f"{ours.ready['ready_s']} (default {base.ready['ready_s']})",
-        "memory GiB": f"{ours.ready['memory_gib']} (default {base.ready['memory_gib']})",
-        "tokens repeat": str(ours.warm["same_again"]),
-    }
+    details: dict[str, str | float] = {engine: base.ready["version"]}
+    for name, key in {"ready s": "ready_s", "memory GiB": "memory_gib"}.items():
+        if key in base.ready:  # SGLang's processes don't say their memory
+            details[name] = f"{ours.ready[key]} (default {base.ready[key]})"
+    details["tokens repeat"] = str(ours.warm["same_again"])
     for name, began in {"default first": base.firsts, "default last": [not first for first in base.firsts]}.items():
         both = zip(base.rounds, ours.rounds, began, strict=False)
         ratios = [theirs[step] / mine[step] for theirs, mine, counts in both if counts]
@@ -106,7 +107,7 @@ def engines(
 
     What goes wrong is returned too, and so kept: the model's other cases needn't wait for it again.
     """
-    backends = ("default", "envoi", "routed") if (model, format) in ROUTED else ("default", "envoi")
+    backends = ("default", "envoi", "routed") if (engine, model, format) in ROUTED else ("default", "envoi")
     commands = {
         backend: python(
             "bench.suites.engine_process", "--engine", engine, "--model", model, "--format", format, "--backend",

@@ -4,7 +4,7 @@
 the same for every backend: each tensor is drawn from a seed made of its name. Each answer is a line of JSON:
 
     when it takes requests   version of the engine; gpu; ready_s: seconds from the process's start;
-                             memory_gib: what its weights and its cache of keys and values take
+                             memory_gib: what its weights and its cache of keys and values take, where it is known
     asked for "warm"         same_again: whether a greedy run repeats its own tokens, after a call of each step
     asked for "round"        wall times in us, by step: "prefill 16x2048" of one new token for each sequence,
                              "decode 64" of a step of 64 sequences: 2 + STEPS tokens less 2 tokens, over STEPS
@@ -21,20 +21,22 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from bench.suites.models import MODELS, Attention, LatentAttention, Model
 
 STEPS = 64
 CONTEXT = 32  # tokens of each sequence before decode
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-ENGINES = ("vllm",)
-BACKENDS = {  # name: settings of Envoi
+BACKENDS = {  # name: settings of Envoi in vLLM
     "default": {"ENVOI_VLLM": "0", "ENVOI_VLLM_ROUTE": "0"},
     "envoi": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "0"},
     "routed": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "1"},
 }
+RUNNERS = {"default": "auto", "envoi": "envoi"}  # name: SGLang's runner of experts
+CHUNK = 8192  # tokens of a prefill's step
 CACHE_GIB = 3  # of keys and values: 32,000 tokens of a model with 100 KB each, more than any step has
+CACHE_TOKENS = 36864  # the same for SGLang, which counts tokens
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,12 @@ class Served:
     vocabulary: int
     keys: dict[str, Any]
     formats: tuple[str, ...]
-    attention: str = "FLASH_ATTN"
+    attention: str = "FLASH_ATTN"  # vLLM's
+    in_sglang: tuple[str, ...] = ()  # formats
+
+    def formats_in(self, engine: str) -> tuple[str, ...]:
+        """Return the formats in which an engine serves it here."""
+        return {"vllm": self.formats, "sglang": self.in_sglang}[engine]
 
 
 SERVED = {
@@ -57,7 +64,7 @@ SERVED = {
             "intermediate_size": 6144, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
             "rope_theta": 1e6, "max_window_layers": 48, "use_sliding_window": False,
         },
-        ("bf16", "fp8_block128"),
+        ("bf16", "fp8_block128"), in_sglang=("bf16",),
     ),
     "gpt-oss-20b": Served(
         "GptOssForCausalLM", "gpt_oss", 24, 201088,
@@ -72,9 +79,9 @@ SERVED = {
         },
         ("mxfp4",),
     ),
-    # As many layers as fit; the first is dense.
+    # As many layers as fit, beside the one whose error is measured while the engines start; the first is dense.
     "DeepSeek-V3": Served(
-        "DeepseekV3ForCausalLM", "deepseek_v3", 5, 129280,
+        "DeepseekV3ForCausalLM", "deepseek_v3", 4, 129280,
         {
             "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
             "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1,
@@ -134,14 +141,17 @@ def fill(model: Any, *_: object, **__: object) -> None:
     """Write random weights of a trained model's magnitudes; in place of the engine's own dummy ones, all near 0."""
     import torch
 
-    if getattr(fill, "is_done", False):  # the engine calls it for each module that it loads
-        return
-    fill.is_done = True
     for name, tensor in model.state_dict().items():
         source = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
         parts = tensor if tensor.dim() == 3 else [tensor]  # an expert at a time: a draw takes memory of its own
         for part in parts:
             _draw(name, part, source)
+
+
+def _replace(place: Any, name: str, new: Any) -> None:
+    """Put what is ours in an engine's place. Raises AttributeError if it has none: its weights would be its own."""
+    getattr(place, name)
+    setattr(place, name, new)
 
 
 def _draw(name: str, x: Any, source: Any) -> None:
@@ -173,28 +183,82 @@ def _draw(name: str, x: Any, source: Any) -> None:
         x.copy_(normal((2.0 if is_gate else 1.0) * x.shape[-1] ** -0.5))
 
 
-def _start(arguments: argparse.Namespace, sizes: list[int]) -> Any:
-    """Return the engine; it reads the environment when it is imported."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1", "VLLM_USE_DEEP_GEMM": "0", **BACKENDS[arguments.backend],
-    }  # fmt: skip
-    folder = tempfile.mkdtemp()
-    config = config_of(arguments.model, arguments.format, arguments.layers)
-    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-    loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
-    attention: Any = importlib.import_module("vllm.v1.attention.backends.registry")
-    vllm: Any = importlib.import_module("vllm")
-    loader.initialize_dummy_weights = fill
-    return vllm.LLM(
-        model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=4096,
-        # Other engines are in the GPU's memory: what is free at a moment says nothing.
-        gpu_memory_utilization=0.2, kv_cache_memory_bytes=CACHE_GIB << 30,
-        max_num_batched_tokens=8192, max_num_seqs=max(sizes), seed=0,
-        enable_prefix_caching=False, disable_log_stats=True, moe_backend="auto",
-        attention_backend=attention.AttentionBackendEnum[SERVED[arguments.model].attention],
-        compilation_config={"cudagraph_capture_sizes": sizes},
-    )  # fmt: skip
+class Vllm:
+    """vLLM's engine in this process; it reads the environment when it is imported."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: str, sizes: list[int]):
+        """folder: has a config.json; sizes: numbers of sequences of its graphs."""
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_USE_DEEP_GEMM": "0", **BACKENDS[arguments.backend],
+        }  # fmt: skip
+        loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
+        attention: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+        self.vllm: Any = importlib.import_module("vllm")
+        self.torch: Any = importlib.import_module("torch")
+        _replace(loader.DummyModelLoader, "load_weights", lambda self, model, *rest: fill(model))
+        self.engine = self.vllm.LLM(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=4096,
+            # Other engines are in the GPU's memory: what is free at a moment says nothing.
+            gpu_memory_utilization=0.2, kv_cache_memory_bytes=CACHE_GIB << 30,
+            max_num_batched_tokens=CHUNK, max_num_seqs=max(sizes), seed=0,
+            enable_prefix_caching=False, disable_log_stats=True, moe_backend="auto",
+            attention_backend=attention.AttentionBackendEnum[SERVED[arguments.model].attention],
+            compilation_config={"cudagraph_capture_sizes": sizes},
+        )  # fmt: skip
+
+    def about(self) -> dict[str, Any]:
+        """Return its version and memory."""
+        memory_gib = round(self.torch.cuda.memory_allocated() / 2**30, 2)
+        return {"version": self.vllm.__version__, "memory_gib": memory_gib}
+
+    def generate(self, batch: list[list[int]], new: int) -> list[list[int]]:
+        """Return so many new tokens of each sequence."""
+        params = self.vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        prompts = [self.vllm.TokensPrompt(prompt_token_ids=tokens) for tokens in batch]
+        outputs = self.engine.generate(prompts, params, use_tqdm=False)
+        self.torch.cuda.synchronize()
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Sglang:
+    """SGLang's engine, whose scheduler and model are in a process of their own."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: str, sizes: list[int]):
+        """folder: has a config.json; sizes: numbers of sequences of its graphs."""
+        if arguments.backend not in RUNNERS:
+            raise ValueError(f"backend: expected one of {', '.join(RUNNERS)} for SGLang, got {arguments.backend}")
+        self.sglang: Any = importlib.import_module("sglang")
+        whole: Any = importlib.import_module("sglang.srt.entrypoints.engine")
+        engine = type("Engine", (whole.Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
+        self.engine = engine(
+            model_path=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", context_length=4096,
+            # Other engines are in the GPU's memory: what is free at a moment says nothing.
+            mem_fraction_static=0.95, max_total_tokens=CACHE_TOKENS,
+            chunked_prefill_size=CHUNK, max_running_requests=max(sizes), random_seed=0, disable_radix_cache=True,
+            moe_runner_backend=RUNNERS[arguments.backend], attention_backend="triton", sampling_backend="pytorch",
+            grammar_backend="none", cuda_graph_bs_decode=sizes, disable_prefill_cuda_graph=True, log_level="info",
+        )  # fmt: skip
+
+    def about(self) -> dict[str, Any]:
+        """Return its version."""
+        return {"version": self.sglang.__version__}
+
+    def generate(self, batch: list[list[int]], new: int) -> list[list[int]]:
+        """Return so many new tokens of each sequence."""
+        params = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True}
+        return [output["output_ids"] for output in self.engine.generate(input_ids=batch, sampling_params=params)]
+
+
+def run_scheduler(*arguments: Any, **named: Any) -> None:
+    """Run SGLang's scheduler, in its process, with a model whose weights are ours."""
+    loader: Any = importlib.import_module("sglang.srt.model_loader.loader")
+    scheduler: Any = importlib.import_module("sglang.srt.managers.scheduler")
+    _replace(loader, "initialize_dummy_weights", fill)
+    scheduler.run_scheduler_process(*arguments, **named)
+
+
+ENGINES = {"vllm": Vllm, "sglang": Sglang}
 
 
 def main() -> None:
@@ -211,14 +275,16 @@ def main() -> None:
     parser.add_argument("--answers", metavar="FD", type=int, required=True, help="an open file's number")
     arguments = parser.parse_args()
     batches = [int(n) for n in arguments.decode.split(",")]
-    llm = _start(arguments, sorted({1, 2, 4, 8, *batches}))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folder = tempfile.mkdtemp()
+    config = config_of(arguments.model, arguments.format, arguments.layers)
+    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    engine = ENGINES[arguments.engine](arguments, folder, sorted({1, 2, 4, 8, *batches}))
     ready_s = round(time.monotonic() - begin, 1)
     import torch
 
-    version = importlib.import_module("vllm").__version__
-    memory_gib = round(torch.cuda.memory_allocated() / 2**30, 2)
-    first = {"version": version, "gpu": torch.cuda.get_device_name(), "ready_s": ready_s, "memory_gib": memory_gib}
-    steps = Steps(llm, SERVED[arguments.model].vocabulary, arguments.prefill, batches)
+    first = engine.about() | {"gpu": torch.cuda.get_device_name(), "ready_s": ready_s}
+    steps = Steps(engine, SERVED[arguments.model].vocabulary, arguments.prefill, batches)
     with os.fdopen(arguments.answers, "w", buffering=1) as answers:
         print(json.dumps(first), file=answers)
         for line in sys.stdin:
@@ -228,16 +294,16 @@ def main() -> None:
 class Steps:
     """Prompts of a model, the same in every process, and calls of an engine with them."""
 
-    def __init__(self, llm: Any, vocabulary: int, prefill: str, batches: Sequence[int]):
+    def __init__(self, engine: Vllm | Sglang, vocabulary: int, prefill: str, batches: Sequence[int]):
         """prefill: sequences x tokens of each."""
         import torch
 
-        self.llm, self.vllm, self.prefill = llm, cast(Any, importlib.import_module("vllm")), f"prefill {prefill}"
+        self.engine, self.prefill = engine, f"prefill {prefill}"
         source = torch.Generator().manual_seed(0)
 
-        def prompts(count: int, length: int) -> list[Any]:
+        def prompts(count: int, length: int) -> list[list[int]]:
             draws = (torch.randint(0, vocabulary - 1000, (length,), generator=source) for _ in range(count))
-            return [self.vllm.TokensPrompt(prompt_token_ids=draw.tolist()) for draw in draws]
+            return [draw.tolist() for draw in draws]
 
         self.greedy, self.long = prompts(8, 64), prompts(*(int(n) for n in prefill.split("x")))
         self.short = {f"decode {size}": prompts(size, CONTEXT) for size in batches}
@@ -258,16 +324,11 @@ class Steps:
             found[name] = 1e6 * (long - short) / STEPS
         return found
 
-    def _generate(self, batch: list[Any], new: int) -> tuple[float, list[list[int]]]:
+    def _generate(self, batch: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
         """Return the seconds of a call, and its tokens."""
-        import torch
-
-        params = self.vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        torch.cuda.synchronize()
         start = time.perf_counter()
-        outputs = self.llm.generate(batch, params, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
+        found = self.engine.generate(batch, new)
+        return time.perf_counter() - start, found
 
 
 if __name__ == "__main__":

@@ -48,8 +48,10 @@ def answers(first_us: float) -> Found:
     return Found(ready, {"same_again": True}, rounds, [first_us > 5, first_us < 5] * 2)
 
 
-def measured(monkeypatch, found: dict[str, Found], error: Exception | None = None) -> tuple[list, Bench, list]:
-    """Return the cases of gpt-oss, a function that measures one, and the commands that were started."""
+def measured(
+    monkeypatch, found: dict[str, Found], error: Exception | None = None, chosen: str = "gpt-oss"
+) -> tuple[list, Bench, list]:
+    """Return the cases whose name contains chosen, a function that measures one, and the commands that were started."""
     asked = []
 
     def run(commands, rounds, logs, meanwhile):
@@ -65,7 +67,7 @@ def measured(monkeypatch, found: dict[str, Found], error: Exception | None = Non
     monkeypatch.setattr(engine, "in_turns", run)
     monkeypatch.setattr(engine, "_error", error_of)
     engine.engines.cache_clear()
-    return [case for case in cases("engine") if "gpt-oss" in case.name], Bench(Clock(CPU, 4), ROOF), asked
+    return [case for case in cases("engine") if chosen in case.name], Bench(Clock(CPU, 4), ROOF), asked
 
 
 def test_engines_run_once_for_all_cases_of_a_model(monkeypatch):
@@ -81,6 +83,22 @@ def test_engines_run_once_for_all_cases_of_a_model(monkeypatch):
     assert row.details == {
         "vllm": "1.2", "ready s": "4.0 (default 8.0)", "memory GiB": "5.0 (default 5.0)", "tokens repeat": "True",
         "default first": 2.0, "default last": 1.8,
+    }  # fmt: skip
+
+
+def test_sglang_is_asked_as_vllm_is_and_says_no_memory(monkeypatch):
+    found = {"default": answers(8.0), "envoi": answers(4.0)}
+    for one in found.values():
+        del one.ready["memory_gib"]
+    chosen, bench, asked = measured(monkeypatch, found, chosen="sglang, ")
+    trial = measure(chosen[0], bench)
+    (commands,) = asked
+    assert list(commands) == ["default", "envoi"]
+    assert all(command[command.index("--engine") + 1] == "sglang" for command in commands.values())
+    assert trial.baselines["sglang_engine"].p10_us == 80.0
+    assert trial.details == {
+        "sglang": "1.2", "ready s": "4.0 (default 8.0)", "tokens repeat": "True", "default first": 2.0,
+        "default last": 1.8,
     }  # fmt: skip
 
 

@@ -55,11 +55,13 @@ def test_predictions_stand_beside_the_times(tmp_path):
     assert "### Predicted" not in pages(tmp_path / "none")["moe.md"]
 
 
-def served(step: str, ours_us: float, theirs_us: float, model: str = "M bf16", **more: float) -> Measurement:
+def served(
+    step: str, ours_us: float, theirs_us: float, model: str = "M bf16", engine: str = "vllm", **more: float
+) -> Measurement:
     return Measurement(
-        "engine", f"vllm, {model} x4, {step}", ours_us, {"vllm_engine": theirs_us, **more}, None, None, None,
+        "engine", f"{engine}, {model} x4, {step}", ours_us, {f"{engine}_engine": theirs_us, **more}, None, None, None,
         {"ours": 0.1, "torch": 0.1}, "NVIDIA H200", 1, "2.11", "3.6", "c", "2026-01-02", 4,
-        {"vllm": "0.26.0", "ready s": "3.0 (default 2.0)"},
+        {engine: "0.26.0", "ready s": "3.0 (default 2.0)"},
     )  # fmt: skip
 
 
@@ -67,6 +69,7 @@ def test_served_models_are_a_table_and_a_line_of_the_rows(tmp_path):
     rows = [
         served("prefill 2x500", 1e6, 2e6, routed=0.5e6), served("decode 4", 100.0, 125.0),
         served("decode 4", 100.0, 90.0, "N mxfp4"), served("prefill 2x500", 1e5, 1e5, "N mxfp4"),
+        served("decode 4", 100.0, 150.0, engine="sglang"),
     ]  # fmt: skip
     evidence.append(tmp_path, rows)
     text = render("<!-- bench:engine:h200:table -->x<!-- /bench -->", tmp_path)
@@ -80,6 +83,11 @@ def test_served_models_are_a_table_and_a_line_of_the_rows(tmp_path):
     assert "M, bf16, 4 layers, vLLM 0.26.0: 3.0 (default 2.0)" in text
     line = render("<!-- bench:engine:h200:line -->x<!-- /bench -->", tmp_path)
     assert "-->1.00 to 2.00 times the tokens/s in prefill and 0.90 to 1.25 times the tokens/s in decode (" in line
+    text = render("<!-- bench:engine:h200:table:sglang -->x<!-- /bench -->", tmp_path)
+    assert "| M, bf16, 4 layers, SGLang 0.26.0 | 26,667 to 40,000 (1.50x) |" in text
+    assert "Tokens/s, SGLang's own kernels to Envoi's" in text
     assert render("<!-- bench:engine:h100:line -->x<!-- /bench -->", tmp_path).count("not measured") == 1
     with pytest.raises(ValueError, match="expected engine:GPU:table"):
         render("<!-- bench:engine:h200 -->x<!-- /bench -->", tmp_path)
+    with pytest.raises(ValueError, match="then :sglang or nothing"):
+        render("<!-- bench:engine:h200:line:tgi -->x<!-- /bench -->", tmp_path)

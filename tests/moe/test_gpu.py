@@ -3,14 +3,16 @@
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from envoi.ops.moe import moe, reference
-from envoi.ops.moe.permute import combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
+from envoi.ops.moe.permute import add_shared, combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
 from envoi.quant import FORMATS, SCHEMES
-from envoi.types import Routing
+from envoi.types import ExpertWeights, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each_time, eager_bf16, make, with_ids
@@ -26,6 +28,7 @@ from tests.moe.steps import (
 )
 from tests.moe.test_moe import BOUNDS, KINDS
 from tests.moe.test_own_activation import bound
+from tests.moe.test_shared import gate_of
 from tools.kernel_cases import moe as cases
 from tools.oracles.moe import moe_oracle
 
@@ -194,6 +197,9 @@ def launched() -> dict[str, str]:
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
         sort_slots(map_ids(random_ids(2048, 32, 6, device="cuda"), torch.arange(32, dtype=torch.int32).cuda()), 32)
         sort_slots(random_ids(8192, 32, 6, device="cuda"), 32)
+        for gate in (None, gate_of(4096).cuda()):
+            shared = cast(ExpertWeights, SimpleNamespace(num_shared=1, num_routed=32, shared_gate=gate))
+            add_shared(tokens, torch.rand(96, 6, device="cuda"), ids, shared)
         row_map = sort_slots(ids, 32)
         for scheme in (None, *SINGLE_ROWS):
             gather_rows(tokens, torch.rand(96, 6, device="cuda"), row_map, SCHEMES[scheme] if scheme else None)
