@@ -170,14 +170,14 @@ def indexer_of_many_and_long_rows() -> bool:
     """Run the kernels of a prefill, of few rows of many requests, and of a long row, with pages outside and without."""
     right = True
     for fp4, heads, next_n, lengths in (
-        (False, 64, 520, (1200,)), (False, 32, 2, (300,) * 258), (True, 32, 520, (1200,)), (True, 64, 2, (300,) * 258),
+        (False, 64, 520, (700,)), (False, 32, 2, (130,) * 258), (True, 32, 520, (700,)), (True, 64, 2, (130,) * 258),
         (False, 64, 1, (17000,)),
     ):  # fmt: skip
         _, cache, _, seq_lens, table = (x.cuda() for x in one(lengths, num_heads=heads).tensors())
         cache = random_fp4_cache(len(cache), "cuda") if fp4 else cache
         rows = len(lengths) * next_n
         q, weights = torch.randn(rows, heads, 128, device=DEVICE), torch.randn(rows, heads, device=DEVICE)
-        for bad in (None, 2**31 - 1, -5):
+        for bad in (None, -5):
             if bad is not None:
                 table[0, 0] = bad
             for order in ("any", "score"):
