@@ -126,13 +126,15 @@ def load_set(args, queries, lengths, row, layout: gl.constexpr, HEADS: gl.conste
     if FP4:
         d = value_of(d)
     rows, heads, _ = row_and_head(lengths, row, columns, COLUMNS, HEADS)
-    role_barrier()
-    queries.store(gl.load(args.q + ((rows * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :]))
-    fence_async_shared()
-    role_barrier()
+    loaded = gl.load(args.q + ((rows * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :])
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     rows, heads, exist = row_and_head(lengths, row, columns, COLUMNS, HEADS)
-    return gl.load(args.weights + rows * HEADS + heads, mask=exist, other=0.0)
+    weights = gl.load(args.weights + rows * HEADS + heads, mask=exist, other=0.0)  # under way with the queries
+    role_barrier()
+    queries.store(loaded)
+    fence_async_shared()
+    role_barrier()
+    return weights
 
 
 @gluon.jit
