@@ -2,8 +2,8 @@
 
 import torch
 
-from envoi.ops.indexer.layout import PAGE_SIZE, is_fp4
-from tools.oracles.indexer import FP4_BAND, TENSOR_CORE_BAND, bounds, keys64
+from envoi.ops.indexer.layout import PAGE_SIZE
+from tools.oracles.indexer import TENSOR_CORE_BAND, bounds, keys64
 from tools.oracles.indexer_workloads import random_fp4_cache
 
 NOWHERE = 2**40
@@ -52,7 +52,6 @@ def random_fp8_cache(num_pages, draw):
 def wrong_rows(out, tensors, next_n):
     """Find the rows that `judge` would find wrong: [rows] bool."""
     q, cache, weights, seq_lens, table = tensors
-    relative = FP4_BAND if is_fp4(cache) else TENSOR_CORE_BAND
     rows = torch.arange(len(q), device=q.device)
     seen = (seq_lens.long().repeat_interleave(next_n) - next_n + 1 + rows % next_n).clamp(min=0)
     most = int(seq_lens.max().clamp(min=1))
@@ -61,7 +60,7 @@ def wrong_rows(out, tensors, next_n):
     inside = tokens < seen[:, None]
     slots = torch.where(inside, pages * PAGE_SIZE + tokens % PAGE_SIZE, NOWHERE)
     chosen, wrong = _chosen(out, slots, seen)
-    scores, eps = _scores_and_band(q, cache, weights, pages, tokens, relative)
+    scores, eps = _scores_and_band(q, cache, weights, pages, tokens)
     low, high = bounds(scores, eps)
     left_out = low.masked_fill(chosen | ~inside, -torch.inf).amax(1)
     return wrong | (left_out > high.masked_fill(~(chosen & inside), torch.inf).amin(1))
@@ -79,7 +78,7 @@ def _chosen(out, slots, seen):
     return times > 0, wrong
 
 
-def _scores_and_band(q, cache, weights, pages, tokens, relative):
+def _scores_and_band(q, cache, weights, pages, tokens):
     """Compute the definition's scores in float64, and the most by which a float32 score may err."""
     keys = keys64(cache, torch.arange(cache.shape[0], device=cache.device))
     where = pages * PAGE_SIZE + tokens % PAGE_SIZE
@@ -88,5 +87,5 @@ def _scores_and_band(q, cache, weights, pages, tokens, relative):
         k = keys[where[row]]
         x, w = q[row].double(), weights[row].double()[:, None]
         scores.append((torch.relu(x @ k.T) * w).sum(0))
-        eps.append(((x.abs() @ k.abs().T) * w.abs()).sum(0) * relative)
+        eps.append(((x.abs() @ k.abs().T) * w.abs()).sum(0) * TENSOR_CORE_BAND)
     return torch.stack(scores), torch.stack(eps)

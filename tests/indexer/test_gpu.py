@@ -145,12 +145,7 @@ def test_keys_in_fp4_have_the_bits_of_other_kernels_where_sums_are_exact(monkeyp
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize(("next_n", "lengths"), [(4, (5000, 3, 0, 40000)), (601, (601, 5000, 5)), (1024, (9000,))])
 def test_rows_of_keys_in_fp4_share_tiles(next_n, lengths, heads):
-    _, cache, _, seq_lens, table = on_gpu(one(lengths, num_heads=heads).tensors())
-    source = torch.Generator("cuda").manual_seed(next_n)
-    rows = len(lengths) * next_n
-    q = (2 * torch.randn(rows, heads, 128, generator=source, device="cuda")).to(torch.float8_e4m3fn)
-    weights = torch.randn(rows, heads, generator=source, device="cuda")
-    assert_as_single_rows((q, random_fp4_cache(len(cache), "cuda"), weights, seq_lens, table), 512, next_n)
+    assert_blocks_as_single_rows(next_n, lengths, heads, fp4=True)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -221,14 +216,26 @@ def test_rows_that_share_tiles_of_few_heads_and_of_long_requests(next_n, lengths
     assert_blocks_as_single_rows(next_n, lengths, heads)
 
 
-def assert_blocks_as_single_rows(next_n, lengths, heads):
+def assert_blocks_as_single_rows(next_n, lengths, heads, fp4=False):
     _, cache, _, seq_lens, table = on_gpu(one(lengths, num_heads=heads).tensors())
-    cache.view(torch.uint8).view(len(cache), -1)[::3, 8195::8] ^= 128  # negative scales in some tiles, of some tokens
+    if fp4:
+        cache = random_fp4_cache(len(cache), "cuda")
+    else:  # negative scales in some tiles, of some tokens
+        cache.view(torch.uint8).view(len(cache), -1)[::3, 8195::8] ^= 128
     source = torch.Generator("cuda").manual_seed(next_n)
     rows = len(lengths) * next_n
     q = (2 * torch.randn(rows, heads, 128, generator=source, device="cuda")).to(torch.float8_e4m3fn)
     weights = torch.randn(rows, heads, generator=source, device="cuda")
     assert_as_single_rows((q, cache, weights, seq_lens, table), 512, next_n)
+
+
+@pytest.mark.parametrize("fp4", [False, True], ids=["fp8", "fp4"])
+@pytest.mark.parametrize("heads", [64, 48, 32, 4])
+@pytest.mark.parametrize("next_n", [2, 4, 6])
+def test_few_rows_of_many_requests_share_tiles(next_n, heads, fp4):
+    """Check blocks of 2 and 4 rows: a role of `kernel_prefill` has one or two of them."""
+    lengths = tuple(torch.randint(0, 3000, (300,), generator=torch.Generator().manual_seed(next_n)).tolist())
+    assert_blocks_as_single_rows(next_n, (1, 0, 2, 17000, *lengths), heads, fp4)
 
 
 @pytest.mark.parametrize("k", [512, 1024, 2048])

@@ -166,6 +166,27 @@ def portable_indexer() -> bool:
         return hostile_indexer()
 
 
+def indexer_of_many_and_long_rows() -> bool:
+    """Run the kernels of a prefill, of few rows of many requests, and of a long row, with pages outside and without."""
+    right = True
+    for fp4, heads, next_n, lengths in (
+        (False, 64, 520, (700,)), (False, 32, 2, (130,) * 258), (True, 32, 520, (700,)), (True, 64, 2, (130,) * 258),
+        (False, 64, 1, (17000,)),
+    ):  # fmt: skip
+        _, cache, _, seq_lens, table = (x.cuda() for x in one(lengths, num_heads=heads).tensors())
+        cache = random_fp4_cache(len(cache), "cuda") if fp4 else cache
+        rows = len(lengths) * next_n
+        q, weights = torch.randn(rows, heads, 128, device=DEVICE), torch.randn(rows, heads, device=DEVICE)
+        for bad in (None, -5):
+            if bad is not None:
+                table[0, 0] = bad
+            for order in ("any", "score"):
+                given = q.to(torch.float8_e4m3fn), cache, weights, seq_lens, table
+                _, errors = envoi.indexer_topk(*given, 512, next_n=next_n, order=order, return_errors=True)  # pyright: ignore
+                right &= bool((errors[:next_n] == (0 if bad is None else 2)).all()) and not bool(errors[next_n:].any())
+    return right
+
+
 def _of_three_ranks(format: str) -> tuple[Layer, list[int], list[ExpertWeights], torch.Tensor]:
     """Return a layer, where its ranks' experts end, the ranks' experts, and what one rank gives."""
     layer = to(make(tokens=60, experts=8, k=3, hidden=256, intermediate=128), "cuda")
@@ -238,6 +259,7 @@ def programs() -> dict[str, Callable[[], bool]]:
     found["indexer_topk"] = partial(of_subjects, "indexer_topk")
     found["indexer_topk, hostile"] = hostile_indexer
     found["indexer_topk, portable scores"] = portable_indexer
+    found["indexer_topk, many and long rows"] = indexer_of_many_and_long_rows
     found |= {f"ranks {format}": partial(between_ranks, format) for format in FORMATS}
     for format in ("bf16", "fp8_block128"):
         found |= {

@@ -16,17 +16,20 @@ FP32, INT32 = torch.float32, torch.int32
 LONG, SHORT = 2048, 64  # pages in a row of the table
 
 
-def _problem(width: int, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132) -> fast.Problem:
+def _problem(
+    width: int, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132, requests: int = 1
+) -> fast.Problem:
+    rows = requests * next_n
     return fast.Problem(
-        without_memory((next_n, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, key), torch.int8),
-        without_memory((next_n, heads), FP32), without_memory((1,), INT32), without_memory((1, width), INT32), k,
-        next_n,
+        without_memory((rows, heads, 128), torch.float8_e4m3fn), without_memory((NUM_PAGES, 64, 1, key), torch.int8),
+        without_memory((rows, heads), FP32), without_memory((requests,), INT32),
+        without_memory((requests, width), INT32), k, next_n,
     )  # fmt: skip
 
 
-def call_of_fast(order: str, width: int = LONG, next_n: int = 1, heads: int = HEADS, k: int = K, key: int = 132) -> Any:
-    """Call `envoi.indexer_topk` for a request whose row of the table has `width` pages. key: bytes of a key."""
-    p = _problem(width, next_n, heads, k, key)
+def call_of_fast(order: str, width: int = LONG, next_n: int = 1, **others: int) -> Any:
+    """Call `envoi.indexer_topk` for requests whose rows of the table have `width` pages; others: of `_problem`."""
+    p = _problem(width, next_n, **others)
     return envoi.indexer_topk(p.q, p.k_cache, p.weights, p.seq_lens, p.table, p.k, "fast", next_n, order=order)
 
 
@@ -68,6 +71,10 @@ KERNELS = (
             ("4-heads", "the same, eight rows of 4 heads", partial(SET, next_n=2048, heads=4)),
             ("fp4", "the same, keys in FP4, four rows of 32 heads", partial(SET, next_n=2048, heads=32, key=68)),
             ("fp4-64-heads", "the same, two rows of 64 heads", partial(SET, next_n=2048, key=68)),
+            ("4-rows", "the same, of requests of 4 rows of 64 heads", partial(SET, next_n=4, requests=256)),
+            ("2-rows", "the same, of 2 rows: a row a role", partial(SET, next_n=2, requests=300)),
+            ("4-heads-2-rows", "the same, of 4 heads", partial(SET, next_n=2, requests=300, heads=4)),
+            ("fp4-2-rows", "the same, of 64 heads, keys in FP4", partial(SET, next_n=2, requests=300, key=68)),
         )
     ),
     case_of("indexer-scores", "scores in plain Triton", EVERY_ARCH, SET, "scores_kernel", arch=BLACKWELL[0]),

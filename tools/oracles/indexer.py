@@ -10,9 +10,6 @@ from envoi.ops.indexer.layout import PAGE_SIZE, is_fp4, unpack_pages
 RELATIVE_BAND = 64 * 2.0**-24
 # Hopper's FP8 tensor cores align 32 products, and the sum so far, to 14 bits before they add them.
 TENSOR_CORE_BAND = 2.0**-14
-# The same for keys in FP4, where one group of 32 may have nearly all of a key's products, 8 in each sum of 32: emulated
-# sums of 4 heads erred by up to 3.9 * 2^-14 of their magnitudes, with factors of equal keys by 0.9 * 2^-14.
-FP4_BAND = 2.0**-11
 
 
 @dataclass(frozen=True)

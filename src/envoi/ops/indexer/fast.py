@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ PROGRAMS_PER_SM, FP4_PROGRAMS_PER_SM = 3, 2
 HOPPER_WARPS = 4
 PREFILL_REGISTERS = 168  # a thread, of which two roles of HOPPER_WARPS get what the producer leaves
 HOPPER_HEADS, PREFILL_HEADS, TRITON_HEADS = 8, 16, 16  # least widths of products, or of a row in them
-STAGES, PREFILL_STAGES = 3, {1: 10, 2: 8}  # tiles in a program's pipeline; of a prefill's, by `num_sets`
-COLUMNS = 256  # of a prefill's products of a tile of keys: heads of the rows that share it
+STAGES, PREFILL_STAGES = 3, {1: 10, 2: 8}  # tiles in a program's pipeline; of a prefill's, by its sets
+SETS, COLUMNS = 2, 256  # of a prefill's products of a tile of keys: most of them, and heads of a set's rows
 CHUNKS = (4096, 8192, 16384)  # scores that a program holds: the least that all of the longest row fits into,
 LONG_CHUNK = 8192  # or, of longer ones, these at a time
 SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
@@ -168,25 +169,27 @@ def rows_that_fit(p: Problem, candidates: bool = False) -> int:
     return WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))
 
 
-def num_sets(p: Problem) -> int:
-    """Return how many products of a page each role makes: two where that is faster, and registers suffice."""
-    return 1 if is_fp4(p.k_cache) or p.q.shape[1] <= 32 else 2
+def padded_heads(p: Problem) -> int:
+    """Return the width of a row in a prefill's products."""
+    return max(PREFILL_HEADS, next_power_of_2(p.q.shape[1]))
 
 
-def shared_rows(p: Problem) -> int:
-    """Return how many rows of a request share a tile of keys, if any do."""
-    return num_sets(p) * COLUMNS // max(PREFILL_HEADS, next_power_of_2(p.q.shape[1]))
+def most_shared(p: Problem) -> int:
+    """Return how many rows of a request share a tile of keys at most: in two sets where that is faster, and fits."""
+    sets = 1 if is_fp4(p.k_cache) or p.q.shape[1] <= 32 else SETS
+    return sets * COLUMNS // padded_heads(p)
 
 
 def in_turns(p: Problem) -> bool:
     """Tell whether each request gets its own launches: it has many rows, of which the last block is smaller."""
-    return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % shared_rows(p) != 0
+    return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % most_shared(p) != 0
 
 
 def rows_of_block(p: Problem) -> int:
     """Return the number of neighbouring rows, all of one request, that share tiles of keys: 1 but for a prefill."""
-    whole = p.shares_tiles and (in_turns(p) or p.next_n % shared_rows(p) == 0)
-    return shared_rows(p) if p.is_prefill and whole else 1
+    if not (p.is_prefill and p.shares_tiles):
+        return 1
+    return most_shared(p) if in_turns(p) else gcd(p.next_n, most_shared(p))
 
 
 def rows_at_once(p: Problem, candidates: bool = False) -> int:
@@ -289,14 +292,18 @@ def prefill_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, least: int
 ) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of `prefill_scores_kernel`."""
+    from envoi.ops.indexer import kernel_prefill
+
     values, scales = _descriptors(p.k_cache)
     block = rows_of_block(p)
+    columns = block * padded_heads(p)
+    sets = -(-columns // COLUMNS)
     programs = min(-(-num_rows // block) * -(-p.max_length // TILE), num_sms(p.q.device))
     return (programs,), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.q.shape[1], least, max(32, next_power_of_2(-(-len(space.logits) // block))), block, num_sets(p),
-        PREFILL_STAGES[num_sets(p)], EARLY,
+        p.q.shape[1], least, max(32, next_power_of_2(-(-len(space.logits) // block))), block, sets,
+        columns // (kernel_prefill.CONSUMERS.value * sets), PREFILL_STAGES[sets], EARLY,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": PREFILL_REGISTERS, "launch_pdl": EARLY}  # fmt: skip
 
 

@@ -6,9 +6,9 @@
                                                                                                 scores of a block's rows
 
 Two roles of four warps each multiply every page by half of a block's rows, so a page comes once from the L2 for all of
-them; a role of one warp loads. The heads of a role's rows are the COLUMNS columns of a product, or of two. Queries stay
-in shared memory, and weights in registers, for all of a block's tiles. While a product is added up, the next one runs,
-and those of the other role.
+them; a role of one warp loads. The heads of a role's rows are the columns of a product, or of two. Queries stay in
+shared memory, and weights in registers, for all of a block's tiles. While a product is added up, the next one runs, and
+those of the other role.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,6 @@ from envoi.ops.indexer.kernel_scores import HEAD_DIM, INTEGERS, PAGE
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
-COLUMNS: gl.constexpr = gl.constexpr(128)  # of a product: heads of neighbouring rows, a set
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # roles that multiply, each by its half of the rows
 
 
@@ -46,7 +45,7 @@ class Block(NamedTuple):
     """A role's rows of a block: the first, counted from first_row; the block's last row, and tokens that it sees.
 
     token: the first of this program's tiles of the block; begin, end: the numbers of these tiles. weights: of each
-    set [COLUMNS].
+    set [columns].
     """
 
     row: Any
@@ -64,36 +63,46 @@ in_each_warp = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[4], [8], [1
 
 @gluon.constexpr_function
 def of_lanes(rows):
-    """Return the layout [16 tokens of a warp, 8 of lanes, pair of rows, lane of four], all of it but pairs in lanes."""
+    """Return the layout [4 warps, 8 lanes, row pair, lane of four], all but pairs in lanes; for a row [4, 8, 1, 2]."""
     pairs = [[0, 0, 1 << bit, 0] for bit in range((rows // 2).bit_length() - 1)]
-    lanes = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    return gl.DistributedLinearLayout(pairs, lanes, [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 8, rows // 2, 4])
+    lanes = [[0, 0, 0, 1], [0, 0, 0, 2 if rows > 1 else 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    shape = [4, 8, rows // 2, 4] if rows > 1 else [4, 8, 1, 2]
+    return gl.DistributedLinearLayout(pairs, lanes, [[1, 0, 0, 0], [2, 0, 0, 0]], [], shape)
+
+
+@gluon.jit
+def in_lanes(x, layout: gl.constexpr):
+    """Give x [4 warps, 8 lanes, pairs], which all lanes of four have, a dimension of lanes."""
+    return gl.convert_layout(x, gl.SliceLayout(3, layout), assert_trivial=True)[:, :, :, None]
 
 
 @gluon.jit
 def one_each(s):
     """Divide scores [PAGE, rows] among the four lanes that each have all of those of two tokens: [rows, PAGE].
 
-    Lane i keeps those of token i // 2 in rows i % 2, i % 2 + 2, ..: three selects a score, and no shuffle.
+    Lane i keeps those of token i % 2 in rows i // 2, i // 2 + 2, ..: three selects a score, and no shuffle. Of one row,
+    lanes 2 and 3 have what 0 and 1 have.
     """
     rows: gl.constexpr = s.shape[1]
     layout: gl.constexpr = of_lanes(rows)
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
-    even, odd = gl.split(s.reshape([4, 2, 8, rows // 2, 2]).permute([0, 2, 3, 1, 4]))
-    a, b = gl.split(even)
-    c, d = gl.split(odd)
-    in_lane: gl.constexpr = gl.SliceLayout(3, layout)
-    a = gl.convert_layout(a, in_lane, assert_trivial=True)[:, :, :, None]
-    b = gl.convert_layout(b, in_lane, assert_trivial=True)[:, :, :, None]
-    c = gl.convert_layout(c, in_lane, assert_trivial=True)[:, :, :, None]
-    d = gl.convert_layout(d, in_lane, assert_trivial=True)[:, :, :, None]
-    own = gl.where(lane % 2 == 0, gl.where(lane < 2, a, c), gl.where(lane < 2, b, d))
-    return own.reshape([4, 8, rows // 2, 2, 2]).permute([2, 3, 0, 4, 1]).reshape([rows, PAGE])
+    lanes: gl.constexpr = 2 if rows == 1 else 4
+    lane = gl.arange(0, lanes, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
+    if rows == 1:
+        a, b = gl.split(s.reshape([4, 2, 8, 1]).permute([0, 2, 3, 1]))
+        own = gl.where(lane == 0, in_lanes(a, layout), in_lanes(b, layout))
+        return own.permute([2, 0, 3, 1]).reshape([1, PAGE])
+    else:
+        even, odd = gl.split(s.reshape([4, 2, 8, rows // 2, 2]).permute([0, 2, 3, 1, 4]))
+        a, b = gl.split(even)
+        c, d = gl.split(odd)
+        first = gl.where(lane < 2, in_lanes(a, layout), in_lanes(c, layout))
+        own = gl.where(lane % 2 == 0, first, gl.where(lane < 2, in_lanes(b, layout), in_lanes(d, layout)))
+        return own.reshape([4, 8, rows // 2, 2, 2]).permute([2, 3, 0, 4, 1]).reshape([rows, PAGE])
 
 
 @gluon.jit
-def row_and_head(lengths, row, columns, HEADS: gl.constexpr):
-    """Return of columns of rows from `row` on the row, as in the call, the head, and whether it exists.
+def row_and_head(lengths, row, columns, COLUMNS: gl.constexpr, HEADS: gl.constexpr):
+    """Return of columns [COLUMNS] of rows from `row` on the row, as in the call, the head, and whether it exists.
 
     Where it doesn't, the row or the head is the last that does.
     """
@@ -106,33 +115,37 @@ def row_and_head(lengths, row, columns, HEADS: gl.constexpr):
 
 @gluon.jit
 def load_set(args, queries, lengths, row, layout: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
-    """Copy the queries of rows to shared memory; return their weights [COLUMNS], zero where there is no such head.
+    """Copy the queries of rows to shared memory [columns, HEAD_DIM]; return their weights, zero where no head is.
 
     FP4: in the order of the keys' values in the operand.
     """
+    COLUMNS: gl.constexpr = queries.shape[0]
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, wide))
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
     if FP4:
         d = value_of(d)
-    rows, heads, _ = row_and_head(lengths, row, columns, HEADS)
+    rows, heads, _ = row_and_head(lengths, row, columns, COLUMNS, HEADS)
+    loaded = gl.load(args.q + ((rows * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :])
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    rows, heads, exist = row_and_head(lengths, row, columns, COLUMNS, HEADS)
+    weights = gl.load(args.weights + rows * HEADS + heads, mask=exist, other=0.0)  # under way with the queries
     role_barrier()
-    queries.store(gl.load(args.q + ((rows * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :]))
+    queries.store(loaded)
     fence_async_shared()
     role_barrier()
-    rows, heads, exist = row_and_head(lengths, row, gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), HEADS)
-    return gl.load(args.weights + rows * HEADS + heads, mask=exist, other=0.0)
+    return weights
 
 
 @gluon.jit
 def sums_of_heads(positive, weight, rows: gl.constexpr):
-    """Reduce products [PAGE, COLUMNS] without negative numbers to [PAGE, rows]."""
-    return gl.sum((positive * weight[None, :]).reshape([PAGE, rows, COLUMNS // rows]), 2)
+    """Reduce products [PAGE, columns] without negative numbers to [PAGE, rows]."""
+    return gl.sum((positive * weight[None, :]).reshape([PAGE, rows, positive.shape[1] // rows]), 2)
 
 
 @gluon.jit
 def score(products, scales, weight, any_negative, rows: gl.constexpr):
-    """Reduce products [PAGE, COLUMNS] of a page to scores [rows, PAGE]. scales: in shared memory, [PAGE]."""
+    """Reduce products [PAGE, columns] of a page to scores [rows, PAGE]. scales: in shared memory, [PAGE]."""
     if any_negative:
         scale = scales.load(gl.SliceLayout(1, products.type.layout))
         s = sums_of_heads(maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0), weight, rows)
@@ -160,7 +173,7 @@ def keep_scores(args, s, block, nth, token, lengths):
 
 @gluon.jit
 def multiply(pages, page, queries, nth, zero):
-    """Start the products of the keys of one of the pages and the queries of the nth set: [PAGE, COLUMNS]."""
+    """Start the products of the keys of one of the pages and the queries of the nth set: [PAGE, columns]."""
     return warpgroup_mma(pages.index(page), queries.index(nth).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -228,6 +241,7 @@ def score_fp4_tiles(stages, queries, lengths, args, block, zero, STAGES: gl.cons
 def consumer(stages, queries, lengths, args, HEADS: gl.constexpr, STAGES: gl.constexpr, ROLE: gl.constexpr):
     """Score every tile of this program for the role's half of each block's rows: a role of four warps."""
     fp4: gl.constexpr = stages.pages.dtype == gl.int32
+    COLUMNS: gl.constexpr = queries.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 32]
     )
@@ -258,11 +272,12 @@ def prefill_scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits,
     first_row, num_rows, width, num_pages, next_n,
     HEADS: gl.constexpr, LEAST: gl.constexpr, BLOCKS: gl.constexpr, SHARE: gl.constexpr, SETS: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Score rows as `kernel_hopper.scores_kernel` does, in blocks of SHARE rows; a block has rows of one request only.
 
-    HEADS: at most CONSUMERS * SETS * COLUMNS // SHARE. BLOCKS: at least the number of blocks. Stores no groups.
+    SETS, COLUMNS: products that each role makes of a page, and their width, for its half of the rows. HEADS: at most
+    CONSUMERS * SETS * COLUMNS // SHARE. BLOCKS: at least the number of blocks. Stores no groups.
     """
     in_rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     queries = gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS * SETS, COLUMNS, HEAD_DIM], in_rows)
