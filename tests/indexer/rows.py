@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from envoi.ops.indexer import fast, kernel_candidates, kernel_rank, kernel_select, reference
+from envoi.ops.indexer import fast, kernel_candidates, kernel_rank, kernel_select, kernel_set, reference
 from envoi.runtime.launch import launch
 
 GROUPS = fast.NUM_GROUPS
@@ -30,7 +30,9 @@ def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tens
     return best if 0 < level <= fast.TOP_LEVEL else best[:0]
 
 
-def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: bool = False) -> list[int]:
+def wrong_rows(
+    rows: list[torch.Tensor], k: int, order: fast.Order, candidates: bool = False, in_registers: bool = False
+) -> list[int]:
     """Select from rows of scores by the kernels; return the lengths of those that aren't right, in any order."""
     device, lengths = rows[0].device, [len(row) for row in rows]
     width = max(1, -(-max(lengths) // 64))
@@ -46,7 +48,8 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
     space = fast.workspace(p, candidates)
     if len(space.logits) < len(rows):
         half = len(rows) // 2
-        return wrong_rows(rows[:half], k, order, candidates) + wrong_rows(rows[half:], k, order, candidates)
+        halves = rows[:half], rows[half:]
+        return [n for some in halves for n in wrong_rows(some, k, order, candidates, in_registers)]
     groups = space.groups
     if groups is not None:
         groups = torch.full((len(rows), groups.shape[1]), 0x7F7F, dtype=groups.dtype, device=device)
@@ -59,6 +62,8 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, candidates: 
         space.counters.zero_()
         launch(kernel_candidates.candidates_kernel, *fast.candidates_arguments(p, space, 0, len(rows), order))
         launch(kernel_rank.rank_kernel, *fast.rank_arguments(p, space, 0, len(rows), out, errors, order))
+    elif in_registers:
+        launch(kernel_set.set_kernel, *fast.set_arguments(p, space, 0, len(rows), out, errors, order))
     else:
         launch(kernel_select.select_kernel, *fast.select_arguments(p, space, 0, len(rows), out, errors, order, False))
     found = []

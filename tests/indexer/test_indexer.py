@@ -370,6 +370,20 @@ def test_code_for_long_rows_is_left_out_where_that_is_faster(rows, width, by_sco
     assert fast.at_once(p, fast.Order(slots=True, by_score=by_score), early, has_groups=True) is expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "order", "expected"),
+    [
+        (1, 128, "any", "select_kernel"), (512, 129, "position", "set_kernel"), (513, 129, "any", "select_kernel"),
+        (2, 1024, "any", "set_kernel"), (2, 1025, "any", "rank_kernel"), (2, 1025, "position", "set_kernel"),
+        (3, 2048, "any", "set_kernel"), (3, 2049, "any", "select_kernel"), (3, 1024, "score", "rank_kernel"),
+    ],
+)  # fmt: skip
+def test_long_rows_of_a_decode_are_held_by_clusters(rows, width, order, expected):
+    """Check by which kernel a call ends; width: pages of 64 tokens."""
+    launched = launches_of(partial(call_of_fast, order, width, rows), "sm_90")
+    assert launched[-1].kernel.fn.__name__ == expected
+
+
 def test_prefill_of_other_lengths_takes_the_same_kernels():
     def kernels(next_n: int) -> set:
         call = partial(call_of_fast, "any", 1024, next_n)

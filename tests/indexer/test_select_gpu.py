@@ -20,6 +20,16 @@ def test_kinds(order, k):
         assert wrong_rows(rows, k, order) == [], kind
 
 
+@pytest.mark.parametrize("longest", [16384, 32768, 65536, 131072])
+@pytest.mark.parametrize("as_torch", [True, False])
+@pytest.mark.parametrize("k", [300, 2048])
+def test_in_registers(k, as_torch, longest):
+    order = Order(slots=True, by_score=False, as_torch=as_torch)
+    lengths = (longest, longest - 63, longest // 2 + 1, 2049, 513, 70)
+    for kind, rows in hostile_rows(torch.Generator("cuda").manual_seed(k), lengths):
+        assert wrong_rows(rows, k, order, in_registers=True) == [], kind
+
+
 @pytest.mark.parametrize("as_torch", [True, False])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_candidates(k, as_torch):

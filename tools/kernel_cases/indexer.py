@@ -13,7 +13,7 @@ from tools.kernel_cases.planning import case_of
 
 NUM_PAGES, HEADS, K = 4096, 64, 2048
 FP32, INT32 = torch.float32, torch.int32
-LONG, SHORT = 2048, 64  # pages in a row of the table
+LONGER, LONG, SHORT = 8192, 2048, 64  # pages in a row of the table
 
 
 def _problem(
@@ -52,6 +52,10 @@ def _exact(width: int) -> Any:
 SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score")
 KERNELS = (
     case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
+    case_of(
+        "indexer-scores-sm90-groups", "the same, with the best of groups of neighbours", HOPPER,
+        partial(call_of_fast, "position", LONGER), "scores_kernel",
+    ),
     case_of("indexer-scores-listed", "the same, before candidates are listed", HOPPER, BEST, "scores_kernel"),
     *(
         case_of(f"indexer-scores-sm90-{name}", about, HOPPER, call, "scores_kernel")
@@ -86,9 +90,18 @@ KERNELS = (
         "indexer-scores-4-heads", "the same, of 4 heads", EVERY_ARCH, partial(SET, heads=4), "scores_kernel",
         arch=BLACKWELL[0],
     ),
+    *(
+        case_of(f"indexer-set{name}", about, HOPPER, call, "set_kernel")
+        for name, about, call in (
+            ("", "the k best by position, of rows of 131072 tokens at most, by clusters", SET),
+            ("-128", "the 128 best, likewise", partial(SET, k=128)),
+            ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
+            ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
+        )
+    ),
     case_of(
-        "indexer-select", "the k best by position, by radix; launched before the scores' kernel ends", HOPPER, SET,
-        "select_kernel",
+        "indexer-select", "the k best by position, of longer rows; launched before the scores' kernel ends", HOPPER,
+        partial(call_of_fast, "position", LONGER), "select_kernel",
     ),
     case_of(
         "indexer-select-short", "the same, of rows of 4096 tokens at most", HOPPER,
@@ -107,15 +120,12 @@ KERNELS = (
         partial(BEST, next_n=2048), "select_kernel",
     ),
     case_of(
-        "indexer-select-16384", "the same, of rows of 16384 tokens at most", HOPPER,
-        partial(call_of_fast, "position", 256), "select_kernel",
-    ),
-    case_of(
-        "indexer-select-128", "the 128 best by position", HOPPER, partial(SET, k=128), "select_kernel",
+        "indexer-select-8192", "the same, of rows of 8192 tokens at most", HOPPER,
+        partial(call_of_fast, "position", 128), "select_kernel",
     ),
     case_of(
         "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,
-        partial(SET, k=1000), "select_kernel",
+        partial(call_of_fast, "position", LONGER, k=1000), "select_kernel",
     ),
     case_of(
         "indexer-select-of-blocks", "the 2048 best blocks, the newest among them", EVERY_ARCH, _blocks, "select_kernel",

@@ -20,6 +20,17 @@ def test_kinds(kind):
     assert wrong_rows(KINDS[kind], 512, Order(slots=False, by_score=False)) == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_registers(kind):
+    rows_of_kind = [row[:n] for row in KINDS[kind] for n in (700, 1031)]
+    assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=False), in_registers=True) == []
+
+
+def test_in_registers_nan_first():
+    order = Order(slots=False, by_score=False, as_torch=True)
+    assert wrong_rows([row[:1031] for row in KINDS["NaN"]], 100, order, in_registers=True) == []
+
+
 @pytest.fixture
 def at_once(monkeypatch):
     monkeypatch.setattr(fast, "at_once", lambda *_: True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from envoi import env
-from envoi.ops.indexer import kernel_candidates, kernel_rank, kernel_scores, kernel_select, room
+from envoi.ops.indexer import kernel_candidates, kernel_rank, kernel_scores, kernel_select, kernel_set, room
 from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE, is_fp4
 from envoi.runtime import workspace as workspace_of
 from envoi.runtime.devices import implementation, num_sms
@@ -38,7 +38,10 @@ LONG_CHUNK = 8192  # or, of longer ones, these at a time
 SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also puts the best first
 PREFILL_CHUNK = 4096  # scores that a program of a prefill's selection holds
 SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that several programs run on an SM
-PARTS = 4  # programs that select from a long row
+MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
+SET_CHUNK, SET_WARPS = 16384, 32  # scores of such a program, and its warps, where LONG_CHUNK is too few
+SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
+PARTS = 4  # programs that select from a longer row
 FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
 EARLY = True  # selection's launch overlaps with the end of the scores'
@@ -101,7 +104,7 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
-    A prefill has neither groups nor lists.
+    A prefill has neither groups nor lists, nor have rows from which clusters select.
     Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
     listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
     int32.
@@ -123,6 +126,16 @@ def num_parts(p: Problem) -> int:
 def list_words(p: Problem) -> int:
     """Return the words of a row's lists; none where one program has all of a row."""
     return num_parts(p) * LIST_WORDS if num_parts(p) > 1 else 0
+
+
+def by_clusters(p: Problem, order: Order, early: bool) -> bool:
+    """Tell whether clusters of programs select a set (`kernel_set`). early: in the fast mode, on Hopper.
+
+    Not from a row or two that are very long, if candidates may.
+    """
+    if not early or order.by_score or p.is_prefill or (order.any and p.num_rows <= FEW_ROWS and p.max_length > 1 << 16):
+        return False
+    return LONG_CHUNK < p.max_length <= MOST_PROGRAMS * SET_CHUNK
 
 
 def by_candidates(p: Problem, order: Order) -> bool:
@@ -161,10 +174,10 @@ def chunk_of(p: Problem) -> int:
     return next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
 
 
-def rows_that_fit(p: Problem, candidates: bool = False) -> int:
+def rows_that_fit(p: Problem, candidates: bool = False, clusters: bool = False) -> int:
     """Return the number of rows for whose workspace there is room."""
-    if p.is_prefill:
-        return PREFILL_BYTES // max(1, 4 * p.max_length)
+    if p.is_prefill or clusters:
+        return (PREFILL_BYTES if p.is_prefill else WORKSPACE_BYTES) // max(1, 4 * p.max_length)
     words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else list_words(p)
     return WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))
 
@@ -192,22 +205,22 @@ def rows_of_block(p: Problem) -> int:
     return most_shared(p) if in_turns(p) else gcd(p.next_n, most_shared(p))
 
 
-def rows_at_once(p: Problem, candidates: bool = False) -> int:
+def rows_at_once(p: Problem, candidates: bool = False, clusters: bool = False) -> int:
     """Return the number of rows of a launch, in whole blocks if that isn't all rows; at least one row."""
     block = rows_of_block(p)
     most = MAX_BLOCKS * block if block > 1 else MAX_ROWS
-    return max(1, min(p.num_rows, most, rows_that_fit(p, candidates) // block * block))
+    return max(1, min(p.num_rows, most, rows_that_fit(p, candidates, clusters) // block * block))
 
 
-def workspace(p: Problem, candidates: bool = False) -> Workspace:
+def workspace(p: Problem, candidates: bool = False, clusters: bool = False) -> Workspace:
     """Allocate the Workspace of `rows_at_once` rows."""
-    rows, device = rows_at_once(p, candidates), p.q.device
+    rows, device = rows_at_once(p, candidates, clusters), p.q.device
 
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     logits = empty(p.max_length, torch.float32)
-    if p.is_prefill:
+    if p.is_prefill or clusters:
         return Workspace(logits)
     groups = empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
     if not candidates:
@@ -245,14 +258,17 @@ def in_blocks(
     """
     out, errors = empty_outputs(p)
     if p.num_rows:
-        candidates = by_candidates(p, order)
-        space = workspace(p, candidates)
+        clusters = by_clusters(p, order, early)
+        candidates = not clusters and by_candidates(p, order)
+        space = workspace(p, candidates, clusters)
         least = 0 if candidates else order.least(p.k)
         for first, num_rows in launches(p, len(space.logits)):
             if p.max_length > least:
                 score(p, space, first, num_rows, least)
             rest = first, num_rows, out, errors, order
-            if candidates:
+            if clusters:
+                launch(kernel_set.set_kernel, *set_arguments(p, space, *rest))
+            elif candidates:
                 launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
                 launch(kernel_rank.rank_kernel, *rank_arguments(p, space, *rest))
             else:
@@ -362,6 +378,26 @@ def select_arguments(
         p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk_of(p), parts, early,
         once,
     ), options | ({"launch_pdl": True} if early else {})  # fmt: skip
+
+
+def set_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order
+) -> tuple[tuple[int], tuple, dict]:
+    """Return grid, arguments and options of `set_kernel`."""
+    programs, words, options = 1, None, {"num_warps": SELECT_WARPS, "launch_pdl": True}
+    if env.interpreting():
+        words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32)
+    else:
+        programs = min(MOST_PROGRAMS, max(2, next_power_of_2(-(-p.max_length // LONG_CHUNK))))
+    chunk = LONG_CHUNK if p.max_length <= programs * LONG_CHUNK else SET_CHUNK
+    if chunk > LONG_CHUNK:
+        options["num_warps"] = SET_WARPS
+    elif programs > 1 and num_rows > SPREAD[programs]:
+        options["maxnreg"] = SELECT_REGISTERS
+    return (num_rows * programs,), (
+        space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
+        p.k, order.slots, order.as_torch, chunk, programs,
+    ), options  # fmt: skip
 
 
 def candidates_arguments(

@@ -97,3 +97,47 @@ def fetch_add(room, index, mask):
         " mov.b32 o, 0; @p atom.shared.add.u32 o, [a], 1; mov.b32 $0, o; }",
         "=r,r,r", [index, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+# Between programs of a cluster (`runtime.cluster`), which the interpreter doesn't have.
+
+
+@triton.jit
+def set_up_barriers(room, barriers, NUMBER: tl.constexpr):
+    """Set up mbarriers at NUMBER pairs of words, the first an even one. Each is for one `exchange`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a, t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $2; shl.b32 t, t, 1; add.u32 t, t, $1;"
+        " mov.u32 a, envoi_room; mad.lo.s32 a, t, 4, a; @p mbarrier.init.shared::cta.b64 [a], 1;"
+        " @p fence.mbarrier_init.release.cluster; mov.b32 $0, 0; }",
+        "=r,r,r", [barriers, barriers * 0 + NUMBER], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _exchanging(most, programs):
+    """Write the assembly of `exchange`: thread t copies word w = t % most to program t // most."""
+    return (
+        "{ .reg .pred p, q; .reg .b32 t, w, a, b, c, v; mov.u32 t, %tid.x; mov.u32 a, envoi_room;"
+        " mad.lo.s32 c, $3, 4, a; setp.eq.u32 q, t, 0; mad.lo.s32 v, $5, 4, 0;"
+        " @q mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], v;"
+        f" and.b32 w, t, {most - 1}; setp.lt.u32 p, t, {most * programs}; setp.lt.and.u32 p, w, $4, p;"
+        f" shr.u32 t, t, {most.bit_length() - 1};"
+        " add.u32 b, w, $1; mad.lo.s32 b, b, 4, a; @p ld.shared.b32 v, [b]; @p mapa.shared::cluster.u32 c, c, t;"
+        " add.u32 b, w, $2; mad.lo.s32 b, b, 4, a; @p mapa.shared::cluster.u32 b, b, t;"
+        " @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [b], v, [c];"
+        " mad.lo.s32 c, $3, 4, a; again: mbarrier.try_wait.parity.shared::cta.b64 p, [c], 0; @!p bra.uni again;"
+        " mov.b32 $0, 0; }"
+    )
+
+
+@triton.jit
+def exchange(room, source, target, barrier, sent, total, MOST: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Copy words to the words from `target` on of all programs of the cluster, and wait for what all of them copy here.
+
+    sent: number of words from `source` on, at most MOST, a power of two; total: of those that come here. A thread
+    copies a word, so MOST * PROGRAMS is at most their number.
+    """
+    TEXT: tl.constexpr = _exchanging(MOST, PROGRAMS)
+    tl.inline_asm_elementwise(
+        TEXT, "=r,r,r,r,r,r", [source, target, barrier, sent, total], tl.int32, is_pure=False, pack=1
+    )
