@@ -192,26 +192,27 @@ def _broadcast_what_differs() -> None:
     original = TritonSemantic.broadcast_impl_value
     known: dict[tuple[str, str], list[Any]] = {}  # the types that both operands get, None for one that stays as it is
 
+    def widened(self: Any, value: Any, to: Any) -> Any:
+        if value.type.is_block():
+            return self.tensor(self.builder.create_broadcast(value.handle, to.shape), to)
+        return self.tensor(self.builder.create_splat(to.to_ir(self.builder), value.handle), to)
+
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         key = lhs.type.name, rhs.type.name
         types = known.get(key)
         if types is None:
             pairs = [*zip((lhs, rhs), original(self, lhs, rhs), strict=True)]
-            if all(_rank(before) == _rank(after) for before, after in pairs if before is not after):
+            if not any(_gains_axes(before, after) for before, after in pairs):
                 known[key] = [None if before is after else after.type for before, after in pairs]
             return pairs[0][1], pairs[1][1]
         left, right = types
-        if left is not None:
-            lhs = self.tensor(self.builder.create_broadcast(lhs.handle, left.shape), left)
-        if right is not None:
-            rhs = self.tensor(self.builder.create_broadcast(rhs.handle, right.shape), right)
-        return lhs, rhs
+        return lhs if left is None else widened(self, lhs, left), rhs if right is None else widened(self, rhs, right)
 
     _replace(TritonSemantic, "broadcast_impl_value", broadcast)
 
 
-def _rank(tensor: Any) -> int:
-    return len(tensor.type.shape) if tensor.type.is_block() else 0
+def _gains_axes(before: Any, after: Any) -> bool:
+    return before.type.is_block() and len(before.type.shape) < len(after.type.shape)
 
 
 def _convert_numbers_once() -> None:
@@ -258,18 +259,25 @@ def _convert_numbers_once() -> None:
 
 
 def _check_sizes_once() -> None:
-    """Look the most bytes of an element up, by which the values of each tensor are checked."""
-    original = interpreter._validate_np_data_size
-    most: dict[tuple[int, str], bool] = {}
+    """Check once for each dtype that an element of a tensor's values has no more bytes."""
+    original, make = interpreter._validate_np_data_size, interpreter.TensorHandle.__init__
+    known: dict[tuple[int, str], bool] = {}
 
-    def fits(values: Any, of: Any) -> bool:
-        key = values.itemsize, of.name
-        found = most.get(key)
+    def fits(values: Any, dtype: Any) -> bool:
+        key = values.itemsize, dtype.name
+        found = known.get(key)
         if found is None:
-            found = most[key] = original(values, of)
+            found = known[key] = original(values, dtype)
         return found
 
+    def init(self: Any, data: Any, dtype: Any, *attr: Any, **named: Any) -> None:
+        if attr or named or not known.get((data.itemsize, dtype.name)):
+            make(self, data, dtype, *attr, **named)
+        else:
+            self.data, self.dtype, self.attr = data, dtype, {}
+
     _replace(interpreter, "_validate_np_data_size", fits)
+    _replace(interpreter.TensorHandle, "__init__", init)
 
 
 def reduce_slices(self: Any, input: Any) -> list[Any]:
