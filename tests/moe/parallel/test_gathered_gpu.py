@@ -1,5 +1,5 @@
-"""ExpertParallel by two NCCL collectives of constant size, over all ranks or between hosts: the bits of one rank; many
-calls; prepared ones; a graph; faults in words.
+"""ExpertParallel by two NCCL collectives of constant size, over all ranks or between hosts, and what is asked of these
+and of NVLink alike: the bits of one rank; many calls; prepared ones; a graph; faults in words.
 
 Ranks share NVLink here, so objects are opened with the exchange that they are to have; by host, both halves of the
 ranks are given as two hosts, and share memory among themselves.
@@ -29,7 +29,7 @@ from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
@@ -43,6 +43,7 @@ from tests.moe.parallel.test_nvlink_gpu import (
     on_gpu,
     on_one_rank,
     summed_by_rank,
+    ways,
 )
 from tests.moe.parallel.test_nvlink_gpu import open_here as open_nvlink
 from tests.moe.parallel.test_ranks import all_cases
@@ -72,6 +73,18 @@ def by(way: str, num_ranks: int, presum: bool = False) -> dict:
     """Return the options of an object: "hosts" groups the ranks by host, in halves."""
     options = {"exchange": f"{way}+sums" if presum else way}
     return options | {"hosts": halves(num_ranks)} if way == "hosts" else options
+
+
+def open_by(way: str, layer, format: str, rank: int, num_ranks: int, presum: bool = False, **options):
+    """Open an object of eight experts by a way, or by the ranks' "memory" over NVLink."""
+    if way == "memory":
+        return open_nvlink(layer, format, rank, shares(num_ranks, 8), exchange="sums" if presum else "rows", **options)
+    return open_here(layer, format, rank, shares(num_ranks, 8), **by(way, num_ranks, presum), **options)
+
+
+def ranks_of(way: str) -> int:
+    """Return how many ranks a test of a way has."""
+    return gpu_ranks() if way == "memory" else num_ranks_here()
 
 
 def shares(num_ranks: int, total: int) -> list[int]:
@@ -161,7 +174,7 @@ def test_two_hosts_of_two_ranks(monkeypatch, presum):
 def presummed(rank: int, num_ranks: int, format: str, way: str) -> tuple[torch.Tensor, bool, bool]:
     """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
     layer = make(**LAYER)
-    parallel = open_here(layer, format, rank, shares(num_ranks, 8), **by(way, num_ranks, True))
+    parallel = open_by(way, layer, format, rank, num_ranks, presum=True)
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     out = parallel.moe(*inputs)
     again = [torch.equal(parallel.moe(*inputs), out) for _ in range(40)]
@@ -201,11 +214,10 @@ def test_a_graph_outlives_its_object(way):
     assert [outcome.value for outcome in outcomes] == [{"graph": True, "next": True}] * num_ranks
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(*WAYS))
 def test_presum(way, format):
-    num_ranks = num_ranks_here()
+    num_ranks = ranks_of(way)
     outcomes = run_ranks(num_ranks, presummed, format, way, backend="nccl", timeout_s=100)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
@@ -216,32 +228,39 @@ def test_presum(way, format):
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
 
 
-def run_often(rank: int, num_ranks: int, num_calls: int, way: str) -> dict[str, bool]:
+def run_often(rank: int, num_ranks: int, num_calls: int, format: str, way: str) -> dict[str, bool]:
     """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
     ends = [shares(num_ranks, 60), [60] * num_ranks]
-    parallel = open_here(layers[0], "fp8_row", rank, shares(num_ranks, 8), **by(way, num_ranks))
+    parallel = open_by(way, layers[0], format, rank, num_ranks)
     given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
     first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
+    different = torch.zeros((), dtype=torch.bool, device=own_device())
     for call in range(num_calls):
         out = parallel.moe(*given[call % 2])
         different |= (out != first[call % 2]).any() if out.numel() else False
     torch.cuda.synchronize()
     parallel.check()
-    known = parallel._calls.known.values()
+    calls = parallel._calls
+    is_prepared = any(isinstance(call, Prepared) for call in calls.known.values())
     return {
-        "same": not bool(different), "prepared": sum(isinstance(call, Prepared) for call in known) >= 1,
+        "same": not bool(different), "prepared": is_prepared and not (way == "memory" and calls.refusals()),
         "graph": _same_from_a_graph(parallel, given[0], first[0]),
     }  # fmt: skip
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_two_thousand_calls_and_a_graph(way):
-    num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, run_often, 2000, way, backend="nccl", timeout_s=200)
+@pytest.mark.parametrize(
+    ("format", "way"),
+    [
+        *(pytest.param(format, "memory", marks=pytest.mark.gpu) for format in ("fp8_row", "fp8_block128")),
+        *(pytest.param("fp8_row", way, marks=pytest.mark.gpu(2)) for way in WAYS),
+    ],
+)
+def test_two_thousand_calls_and_a_graph(format, way):
+    num_ranks = ranks_of(way)
+    num_calls = calls_of_a_loop(2000, num_ranks)
+    outcomes = run_ranks(num_ranks, run_often, num_calls, format, way, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     want = {"same": True, "prepared": shortcuts.PREPARED, "graph": True}
     assert [outcome.value for outcome in outcomes] == [want] * num_ranks
@@ -250,8 +269,7 @@ def test_two_thousand_calls_and_a_graph(way):
 def prepared_bits(rank: int, num_ranks: int, format: str, way: str, presum: bool = False) -> dict[str, bool]:
     """Run calls with other tokens and routings at other addresses, each prepared and as always; then graphs of one."""
     first = make(**LAYER)
-    options = {"exchange": "sums" if presum else "rows"} if way == "memory" else by(way, num_ranks)
-    parallel = (open_nvlink if way == "memory" else open_here)(first, format, rank, shares(num_ranks, 8), **options)
+    parallel = open_by(way, first, format, rank, num_ranks, presum)
     layers = [replace(make(**LAYER, seed=seed), gate_up=first.gate_up, down=first.down) for seed in range(4)]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     shortcuts.ENABLED = True
@@ -329,9 +347,9 @@ def test_the_host_never_waits_for_the_device(way):
 
 def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> tuple[str, str, float, bool]:
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
-    layer = make(**LAYER)
-    ends, shortcuts.PREPARED = shares(num_ranks, 8), kind != "dies within"  # a prepared call has no steps
-    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s, **by(way, num_ranks))
+    layer, shortcuts.PREPARED = make(**LAYER), kind != "dies within"  # a prepared call has no steps
+    dist.barrier()  # on a busy machine one rank may start seconds after another
+    parallel = open_by(way, layer, "bf16", rank, num_ranks, timeout_s=timeout_s)
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     parallel.moe(*inputs)
     torch.cuda.synchronize()
@@ -363,11 +381,19 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
     return "", "", seconds, bool(out.isnan().any())
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", [*WAYS, "counted"])
-@pytest.mark.parametrize("kind", ["dies", "dies within", "is late", "is a little late"])
+KINDS = "dies", "is late", "is a little late"
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(pytest.param(kind, "memory", marks=pytest.mark.gpu) for kind in KINDS),
+        *(pytest.param(kind, way, marks=pytest.mark.gpu(2))
+          for kind in (*KINDS, "dies within") for way in (*WAYS, "counted")),
+    ],
+)  # fmt: skip
 def test_a_lost_rank_is_named_on_every_other(kind, way):
-    num_ranks, timeout_s = num_ranks_here(), 8.0
+    num_ranks, timeout_s = ranks_of(way), 8.0
     outcomes = run_ranks(num_ranks, fault, kind, timeout_s, way, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
     if kind == "is late":  # rows of a call that the others gave up are in its buffers; counted, it has no output
@@ -377,15 +403,14 @@ def test_a_lost_rank_is_named_on_every_other(kind, way):
 def mistakes(rank: int, num_ranks: int, way: str) -> list[tuple[str, bool]]:
     """Let rank 1 make one mistake after the other, each followed by a right call."""
     layer = make(**LAYER)
-    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8), **by(way, num_ranks))
+    parallel = open_by(way, layer, "bf16", rank, num_ranks)
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     return each_mistake(parallel, inputs, rank)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(*WAYS))
 def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right(way):
-    num_ranks = num_ranks_here()
+    num_ranks = ranks_of(way)
     outcomes = run_ranks(num_ranks, mistakes, way, backend="nccl", timeout_s=100)
     for rank, outcome in enumerate(outcomes):
         assert outcome.text == ""
@@ -456,17 +481,16 @@ def test_ranks_of_a_host_that_share_no_memory_are_not_grouped():
 def layers_in_turn(rank: int, num_ranks: int, way: str) -> tuple[bool, bool]:
     """Call two layers of equal sizes in turn; return whether they share buffers, and whether they are right."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
-    opened = [open_here(layer, "fp8_row", rank, shares(num_ranks, 8), **by(way, num_ranks)) for layer in layers]
+    opened = [open_by(way, layer, "fp8_row", rank, num_ranks) for layer in layers]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
     again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
     return opened[0]._exchange is opened[1]._exchange, all(again) and not torch.equal(*first)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(*WAYS))
 def test_layers_share_buffers(way):
-    num_ranks = num_ranks_here()
+    num_ranks = ranks_of(way)
     outcomes = run_ranks(num_ranks, layers_in_turn, way, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
 
