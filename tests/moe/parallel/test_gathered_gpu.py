@@ -42,6 +42,7 @@ from tests.moe.parallel.test_nvlink_gpu import (
     inputs_of,
     on_gpu,
     on_one_rank,
+    shares,
     summed_by_rank,
     ways,
 )
@@ -50,10 +51,6 @@ from tests.moe.parallel.test_ranks import all_cases
 from tools.kernel_cases import moe_parallel as kernels
 
 WAYS = ("gathered", "hosts")
-
-
-def num_ranks_here() -> int:
-    return min(4, torch.cuda.device_count())
 
 
 def open_here(layer, format: str, rank: int, ends: list[int], **options):
@@ -82,15 +79,6 @@ def open_by(way: str, layer, format: str, rank: int, num_ranks: int, presum: boo
     return open_here(layer, format, rank, shares(num_ranks, 8), **by(way, num_ranks, presum), **options)
 
 
-def ranks_of(way: str) -> int:
-    """Return how many ranks a test of a way has."""
-    return gpu_ranks() if way == "memory" else num_ranks_here()
-
-
-def shares(num_ranks: int, total: int) -> list[int]:
-    return [total * (r + 1) // num_ranks for r in range(num_ranks)]
-
-
 def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torch.Tensor]:
     outs = []
     mixed = {"exchange": "hosts", "hosts": list("abba")} if way == "hosts" and num_ranks == 4 else by(way, num_ranks)
@@ -108,7 +96,7 @@ def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torc
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", ["gathered", "counted", "hosts"])
 def test_the_bits_of_one_rank(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     tried = [
         *all_cases(num_ranks, 4),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
@@ -208,7 +196,7 @@ def closed_before_its_graph(rank: int, num_ranks: int, way: str) -> dict[str, bo
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_outlives_its_object(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, closed_before_its_graph, way, backend="nccl", timeout_s=100)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert [outcome.value for outcome in outcomes] == [{"graph": True, "next": True}] * num_ranks
@@ -217,7 +205,7 @@ def test_a_graph_outlives_its_object(way):
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
 @pytest.mark.parametrize("way", ways(*WAYS))
 def test_presum(way, format):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, presummed, format, way, backend="nccl", timeout_s=100)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
@@ -258,7 +246,7 @@ def run_often(rank: int, num_ranks: int, num_calls: int, format: str, way: str) 
     ],
 )
 def test_two_thousand_calls_and_a_graph(format, way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     num_calls = calls_of_a_loop(2000, num_ranks)
     outcomes = run_ranks(num_ranks, run_often, num_calls, format, way, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
@@ -314,7 +302,7 @@ PREPARED += [(format, way, False) for format in ("bf16", "fp8_block128", "mxfp4"
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(("format", "way", "presum"), PREPARED)
 def test_prepared_calls(format, way, presum):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, prepared_bits, format, way, presum, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert all(all(outcome.value.values()) for outcome in outcomes), outcomes
@@ -340,7 +328,7 @@ def waits(rank: int, num_ranks: int, way: str) -> bool:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_host_never_waits_for_the_device(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, waits, way, backend="nccl", timeout_s=100)
     assert [(outcome.value, outcome.text) for outcome in outcomes] == [(False, "")] * num_ranks
 
@@ -393,7 +381,7 @@ KINDS = "dies", "is late", "is a little late"
     ],
 )  # fmt: skip
 def test_a_lost_rank_is_named_on_every_other(kind, way):
-    num_ranks, timeout_s = ranks_of(way), 8.0
+    num_ranks, timeout_s = gpu_ranks(), 8.0
     outcomes = run_ranks(num_ranks, fault, kind, timeout_s, way, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
     if kind == "is late":  # rows of a call that the others gave up are in its buffers; counted, it has no output
@@ -410,7 +398,7 @@ def mistakes(rank: int, num_ranks: int, way: str) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("way", ways(*WAYS))
 def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, mistakes, way, backend="nccl", timeout_s=100)
     for rank, outcome in enumerate(outcomes):
         assert outcome.text == ""
@@ -448,7 +436,7 @@ def bytes_sent(rank: int, num_ranks: int, presum: bool) -> tuple[list[int], tupl
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("presum", [False, True])
 def test_bytes_between_hosts(presum):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, bytes_sent, presum, backend="nccl", timeout_s=100)
     for outcome in outcomes:
         assert outcome.text == ""
@@ -473,7 +461,7 @@ def without_shared_memory(rank: int, num_ranks: int) -> tuple[str, str]:
 
 @pytest.mark.gpu(2)
 def test_ranks_of_a_host_that_share_no_memory_are_not_grouped():
-    for outcome in run_ranks(num_ranks_here(), without_shared_memory, backend="nccl", timeout_s=100):
+    for outcome in run_ranks(gpu_ranks(), without_shared_memory, backend="nccl", timeout_s=100):
         assert outcome.value[0] in ("gathered", "counted")
         assert outcome.value[1] == "rank 0: no way there"
 
@@ -490,7 +478,7 @@ def layers_in_turn(rank: int, num_ranks: int, way: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("way", ways(*WAYS))
 def test_layers_share_buffers(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, layers_in_turn, way, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
 
@@ -566,7 +554,7 @@ def in_parts(rank: int, num_ranks: int, format: str, options: dict) -> dict[str,
 @pytest.mark.parametrize("way", ["rows", "sums", "gathered", "gathered+sums", "hosts", "counted"])
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_dispatch_and_combine(format, way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     options = (
         by(*way.split("+")[:1], num_ranks, way.endswith("+sums")) if way not in ("rows", "sums") else {"exchange": way}
     )
@@ -591,7 +579,7 @@ def on_few_sms(rank: int, num_ranks: int, options: dict) -> tuple[bool, int, int
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", ["rows", "gathered"])
 def test_num_sms(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     options = {"exchange": way}
     outcomes = run_ranks(num_ranks, on_few_sms, options, backend="nccl", timeout_s=150)
     assert [(outcome.value, outcome.text) for outcome in outcomes] == [((True, 2, 2), "")] * num_ranks

@@ -36,6 +36,11 @@ def ways(*over_nccl: str) -> list:
     return [pytest.param("memory", marks=pytest.mark.gpu), *over_two]
 
 
+def shares(num_ranks: int, total: int) -> list[int]:
+    """Return where each rank's share ends."""
+    return [total * (r + 1) // num_ranks for r in range(num_ranks)]
+
+
 def on_gpu(layer, routing=None):
     layer = cases.to(layer, "cuda")
     r = routing or layer.routing
@@ -255,9 +260,9 @@ def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tens
 
 def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
     """Pass a wrong id on rank 1 in the second of six calls, without a wait for the device in between."""
-    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    layer, ends = make(**LAYER), shares(num_ranks, 8)
     parallel = open_here(layer, "bf16", rank, ends)
-    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     want, num_errors = parallel.moe(*inputs).clone(), 0
     bad = wrong("id", *inputs)
     for call in range(6):
@@ -282,9 +287,9 @@ def test_a_refusal_is_told_once_and_keeps_the_ranks_in_step():
 
 def beside_another_stream(rank: int, num_ranks: int, holding: list[int]) -> dict[str, bool]:
     """Make a call and replay a graph while a stream of some ranks holds all multiprocessors but a few for 2 s."""
-    layer, ends = make(**(LAYER | {"tokens": 900})), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    layer, ends = make(**(LAYER | {"tokens": 900})), shares(num_ranks, 8)
     parallel = open_here(layer, "fp8_block128", rank, ends, timeout_s=8.0)
-    inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
+    inputs = inputs_of(layer, rank, shares(num_ranks, 900))
     want, graph = parallel.moe(*inputs).clone(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
