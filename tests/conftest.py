@@ -17,6 +17,8 @@ from envoi.runtime import prepared, workspace
 from tests.helpers import interpreter, left_out, spoiled
 from tests.helpers.spoiled import spoil
 
+gc.disable()  # until all tests are collected: next to nothing of what that makes is garbage
+
 # Configs measured on this machine must not decide which kernels are tested.
 NO_CACHE = tempfile.TemporaryDirectory()
 os.environ["ENVOI_CACHE_DIR"] = NO_CACHE.name
@@ -84,6 +86,7 @@ def pytest_collection_finish() -> None:
     """Take what is alive now out of Python's garbage collection: each would look at all modules and tests again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -20,13 +20,16 @@ REDUCE_NUMBERS = interpreter.ReduceOps.generic_reduce
 def install() -> None:
     """Install all, once in a process, before a kernel runs."""
     _find_builtins_once()
+    _call_builtins_directly()
     _patch_once_a_launch()
+    _unwrap_by_type()
     _describe_blocks_once()
     _describe_tensors_once()
     _look_up_dtypes()
     _compare_dtypes_by_identity()
     _broadcast_what_differs()
     _convert_numbers_once()
+    _check_sizes_once()
     _replace(interpreter.ReduceOps, "generic_reduce", reduce_slices)
     if not interpreter.interpreter_builder.options.debug:
         _skip_unread_overflow_checks()
@@ -55,6 +58,39 @@ def _find_builtins_once() -> None:
     _replace(interpreter, "_patch_builtin", patch_builtin)
 
 
+def _call_builtins_directly() -> None:
+    """Make what stands for a function of the language once, not at each launch; it calls what the check is around."""
+    checked = core.builtin(lambda: None).__code__  # of all functions that ask for `_semantic`
+
+    @functools.cache
+    def standing_for(member: Any, builder: Any) -> Callable:
+        semantic = getattr(interpreter, "interpreter_semantic", None) or TritonSemantic(builder)
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(owner, name, standing_for(member, builder))
+
+    _replace(interpreter, "_patch_attr", patch_attr)
+
+
+def _unwrap_by_type() -> None:
+    """Ask once for the type of what may be a constexpr, or hold some."""
+    original = core._unwrap_if_constexpr
+    plain = frozenset((core.tensor, core.dtype, core.block_type, int, float, bool, str, type(None)))
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        return value if kind in plain else value.value if kind is core.constexpr else original(value)
+
+    _replace(core, "_unwrap_if_constexpr", unwrap)
+
+
 def _patch_once_a_launch() -> None:
     """Replace no function of the language at the call of a device function: the launch has replaced all."""
     original = interpreter._patch_lang
@@ -72,37 +108,52 @@ def _patch_once_a_launch() -> None:
 
 
 def _describe_blocks_once() -> None:
-    """Check and describe each shape once, not for each type of a block."""
-    original = core.block_type.__init__
+    """Check and describe each shape once, not for each type of a block; derive a type from another once."""
+    original, to_ir, with_element_ty = core.block_type.__init__, core.block_type.to_ir, core.block_type.with_element_ty
     known: dict[tuple[int, ...], dict[str, Any]] = {}
+    irs: dict[tuple[str, Any], Any] = {}
+    derived: dict[tuple[str, str], Any] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(size.value if type(size) is core.constexpr else size for size in shape)
         found = known.get(sizes) if all(type(size) is int for size in sizes) else None
         if found is not None:
             self.__dict__.update(found)
-            self.element_ty, self.name = element_ty, f"<{found['text']}, {element_ty}>"
+            self.element_ty, self.name = element_ty, f"<{found['text']}, {element_ty.name}>"
             return
         original(self, element_ty, shape)
         known[sizes] = {**self.__dict__, "text": str(self.shape)}
 
+    def ir_of(self: Any, builder: Any) -> Any:
+        found = irs.get((self.name, builder))
+        if found is None:
+            found = irs[self.name, builder] = to_ir(self, builder)
+        return found
+
+    def another(self: Any, scalar_ty: Any) -> Any:
+        found = derived.get((self.name, scalar_ty.name))
+        if found is None:
+            found = derived[self.name, scalar_ty.name] = with_element_ty(self, scalar_ty)
+        return found
+
     _replace(core.block_type, "__init__", init)
+    _replace(core.block_type, "to_ir", ir_of)
+    _replace(core.block_type, "with_element_ty", another)
 
 
 def _describe_tensors_once() -> None:
-    """Wrap the sizes of each shape once, not for each tensor."""
+    """Wrap the sizes of each type once, not for each tensor. A type's name has its shape."""
     original = core.tensor.__init__
-    known: dict[tuple[int, ...], dict[str, Any]] = {}
+    known: dict[str, dict[str, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        found = known.get(sizes)
+        found = known.get(type.name)
         if found is not None:
             self.__dict__.update(found)
             self.handle, self.type, self.dtype = handle, type, type.scalar
             return
         original(self, handle, type)
-        known[sizes] = {name: self.__dict__[name] for name in ("shape", "numel")}
+        known[type.name] = {name: self.__dict__[name] for name in ("shape", "numel")}
 
     _replace(core.tensor, "__init__", init)
 
@@ -137,38 +188,54 @@ def _compare_dtypes_by_identity() -> None:
 
 
 def _broadcast_what_differs() -> None:
-    """Compare two shapes size by size only if they aren't the very same object, as those of `_describe_blocks_once`."""
+    """Compare the shapes of two types once; afterwards broadcast at once what differs. A type's name has its shape."""
     original = TritonSemantic.broadcast_impl_value
+    known: dict[tuple[str, str], list[Any]] = {}  # the types that both operands get, None for one that stays as it is
+
+    def widened(self: Any, value: Any, to: Any) -> Any:
+        if value.type.is_block():
+            return self.tensor(self.builder.create_broadcast(value.handle, to.shape), to)
+        return self.tensor(self.builder.create_splat(to.to_ir(self.builder), value.handle), to)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        one, other = lhs.type, rhs.type
-        same = one.shape is other.shape if one.is_block() and other.is_block() else one.is_block() == other.is_block()
-        return (lhs, rhs) if same else original(self, lhs, rhs)
+        key = lhs.type.name, rhs.type.name
+        types = known.get(key)
+        if types is None:
+            pairs = [*zip((lhs, rhs), original(self, lhs, rhs), strict=True)]
+            if not any(_gains_axes(before, after) for before, after in pairs):
+                known[key] = [None if before is after else after.type for before, after in pairs]
+            return pairs[0][1], pairs[1][1]
+        left, right = types
+        return lhs if left is None else widened(self, lhs, left), rhs if right is None else widened(self, rhs, right)
 
     _replace(TritonSemantic, "broadcast_impl_value", broadcast)
 
 
-def _convert_numbers_once() -> None:
-    """Make a tensor of a number once for each type of the other operand; note types of operands that stay as they are.
+def _gains_axes(before: Any, after: Any) -> bool:
+    return before.type.is_block() and len(before.type.shape) < len(after.type.shape)
 
-    A type's name has its shape. The operators write to no operand.
+
+def _convert_numbers_once() -> None:
+    """Make a tensor of a number once for each type of the other operand; note what two types are cast to.
+
+    The operators write to no operand.
     """
     original = TritonSemantic.binary_op_type_checking_impl
     numbers: dict[tuple, core.tensor] = {}
-    kept: set[tuple] = set()
+    casts: dict[tuple, tuple[Any, Any]] = {}
     tensor: Any = core.tensor
 
     def check(self: Any, lhs: Any, rhs: Any, *rest: Any, **named: Any) -> Any:
-        right = type(rhs)
-        if type(lhs) is tensor and right is tensor:
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
             key = lhs.type.name, rhs.type.name, *rest, *named.items()
-            if key in kept:
-                return lhs, rhs
+            dtypes = casts.get(key)
+            if dtypes is not None:
+                return self.broadcast_impl_value(self.cast(lhs, dtypes[0]), self.cast(rhs, dtypes[1]))
             checked = original(self, lhs, rhs, *rest, **named)
-            if checked[0] is lhs and checked[1] is rhs:
-                kept.add(key)
+            casts[key] = checked[0].dtype, checked[1].dtype
             return checked
-        if type(lhs) is tensor and (right is int or right is float):
+        if left is tensor and (right is int or right is float):
             key = lhs.type.name, right, rhs, *rest, *named.items()
             number = numbers.get(key)
             if number is not None:
@@ -177,9 +244,40 @@ def _convert_numbers_once() -> None:
             if checked[0] is lhs:
                 numbers[key] = checked[1]
             return checked
+        if right is tensor and (left is int or left is float):
+            key = left, lhs, rhs.type.name, *rest, *named.items()
+            number = numbers.get(key)
+            if number is not None:
+                return number, rhs
+            checked = original(self, lhs, rhs, *rest, **named)
+            if checked[1] is rhs:
+                numbers[key] = checked[0]
+            return checked
         return original(self, lhs, rhs, *rest, **named)
 
     _replace(TritonSemantic, "binary_op_type_checking_impl", check)
+
+
+def _check_sizes_once() -> None:
+    """Check once for each dtype that an element of a tensor's values has no more bytes."""
+    original, make = interpreter._validate_np_data_size, interpreter.TensorHandle.__init__
+    known: dict[tuple[int, str], bool] = {}
+
+    def fits(values: Any, dtype: Any) -> bool:
+        key = values.itemsize, dtype.name
+        found = known.get(key)
+        if found is None:
+            found = known[key] = original(values, dtype)
+        return found
+
+    def init(self: Any, data: Any, dtype: Any, *attr: Any, **named: Any) -> None:
+        if attr or named or not known.get((data.itemsize, dtype.name)):
+            make(self, data, dtype, *attr, **named)
+        else:
+            self.data, self.dtype, self.attr = data, dtype, {}
+
+    _replace(interpreter, "_validate_np_data_size", fits)
+    _replace(interpreter.TensorHandle, "__init__", init)
 
 
 def reduce_slices(self: Any, input: Any) -> list[Any]:

@@ -73,3 +73,29 @@ def test_numbers_and_dtypes_do_not_mix():
             assert torch.equal(out, (x + number).float() * 2 - 2.0)
     with pytest.raises(Exception, match="unsigned tensor and a negative scalar"):
         _numbers[(1,)](torch.zeros(4, dtype=torch.uint8), torch.zeros(4), -1, 4)
+
+
+@triton.jit
+def _outer(x, y, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    a, b = tl.load(x + row), tl.load(y + column)
+    tl.store(out + row * COLUMNS + column, (3 - a) * b + tl.load(x) - tl.where(a > b, a, 0) + tl.arange(0, COLUMNS))
+
+
+def test_what_is_broadcast_or_cast_is_right_each_time():
+    """Rows beside columns, numbers before tensors, one element, an axis less; sizes and dtypes in turn, each twice."""
+    dtypes = torch.float32, torch.int32, torch.float16, torch.int64
+    for rows, columns in ((4, 8), (1, 8), (8, 4), (8, 1)):
+        for first, second in [*zip(dtypes, dtypes, strict=True), *zip(dtypes, reversed(dtypes), strict=True)] * 2:
+            x, y = torch.arange(rows).add(2).to(first), torch.arange(columns).mul(2).sub(3).to(second)
+            out = torch.zeros(rows, columns)
+            _outer[(1,)](x, y, out, rows, columns)
+            a, b = x.float()[:, None], y.float()[None]
+            assert torch.equal(out, (3 - a) * b + x[0] - torch.where(a > b, a, 0) + torch.arange(columns))
+
+
+def test_values_of_more_bytes_than_the_dtype_has_are_an_error():
+    for _ in range(2):
+        assert interpreter.TensorHandle(torch.zeros(2).numpy(), tl.float32).data.shape == (2,)
+        with pytest.raises(ValueError, match="exceeds dtype primitive_bitwidth"):
+            interpreter.TensorHandle(torch.zeros(2, dtype=torch.float64).numpy(), tl.float32)

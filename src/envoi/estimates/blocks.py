@@ -8,7 +8,7 @@ import torch
 from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogues.lower import Lowered, lower
-from envoi.estimates.layer import MoeLayer, rows_per_expert, tiles_per_expert
+from envoi.estimates.layer import MoeLayer, tiles_per_expert
 from envoi.estimates.machines import W4A8, WIDENED, Machine
 from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.ops.gemm.hopper import host as hopper
@@ -182,9 +182,8 @@ def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: in
 
 def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:
     bits = 16 if layer.formats.activations is None else 8
-    rows = max(1, round(rows_per_expert(layer))) * layer.num_local_experts
     group = MX_GROUP if layer.format in WIDENED and bits == 8 else 0
-    return BlackwellProblem(rows, *nk, bits, bits, layer.num_local_experts, group, padded=layer.format == "mxfp4_mxfp8")
+    return BlackwellProblem(nk[1], bits, bits, group, padded=layer.format == "mxfp4_mxfp8")
 
 
 @cache

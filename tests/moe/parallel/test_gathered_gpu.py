@@ -1,5 +1,5 @@
-"""ExpertParallel by two NCCL collectives of constant size, over all ranks or between hosts: the bits of one rank; many
-calls; prepared ones; a graph; faults in words.
+"""ExpertParallel by two NCCL collectives of constant size, over all ranks or between hosts, and what is asked of these
+and of NVLink alike: the bits of one rank; many calls; prepared ones; a graph; faults in words.
 
 Ranks share NVLink here, so objects are opened with the exchange that they are to have; by host, both halves of the
 ranks are given as two hosts, and share memory among themselves.
@@ -29,7 +29,7 @@ from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
@@ -42,17 +42,15 @@ from tests.moe.parallel.test_nvlink_gpu import (
     inputs_of,
     on_gpu,
     on_one_rank,
+    shares,
     summed_by_rank,
+    ways,
 )
 from tests.moe.parallel.test_nvlink_gpu import open_here as open_nvlink
 from tests.moe.parallel.test_ranks import all_cases
 from tools.kernel_cases import moe_parallel as kernels
 
 WAYS = ("gathered", "hosts")
-
-
-def num_ranks_here() -> int:
-    return min(4, torch.cuda.device_count())
 
 
 def open_here(layer, format: str, rank: int, ends: list[int], **options):
@@ -74,8 +72,11 @@ def by(way: str, num_ranks: int, presum: bool = False) -> dict:
     return options | {"hosts": halves(num_ranks)} if way == "hosts" else options
 
 
-def shares(num_ranks: int, total: int) -> list[int]:
-    return [total * (r + 1) // num_ranks for r in range(num_ranks)]
+def open_by(way: str, layer, format: str, rank: int, num_ranks: int, presum: bool = False, **options):
+    """Open an object of eight experts by a way, or by the ranks' "memory" over NVLink."""
+    if way == "memory":
+        return open_nvlink(layer, format, rank, shares(num_ranks, 8), exchange="sums" if presum else "rows", **options)
+    return open_here(layer, format, rank, shares(num_ranks, 8), **by(way, num_ranks, presum), **options)
 
 
 def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torch.Tensor]:
@@ -95,7 +96,7 @@ def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torc
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", ["gathered", "counted", "hosts"])
 def test_the_bits_of_one_rank(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     tried = [
         *all_cases(num_ranks, 4),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
@@ -161,7 +162,7 @@ def test_two_hosts_of_two_ranks(monkeypatch, presum):
 def presummed(rank: int, num_ranks: int, format: str, way: str) -> tuple[torch.Tensor, bool, bool]:
     """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
     layer = make(**LAYER)
-    parallel = open_here(layer, format, rank, shares(num_ranks, 8), **by(way, num_ranks, True))
+    parallel = open_by(way, layer, format, rank, num_ranks, presum=True)
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     out = parallel.moe(*inputs)
     again = [torch.equal(parallel.moe(*inputs), out) for _ in range(40)]
@@ -195,17 +196,16 @@ def closed_before_its_graph(rank: int, num_ranks: int, way: str) -> dict[str, bo
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_outlives_its_object(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, closed_before_its_graph, way, backend="nccl", timeout_s=100)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert [outcome.value for outcome in outcomes] == [{"graph": True, "next": True}] * num_ranks
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(*WAYS))
 def test_presum(way, format):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, presummed, format, way, backend="nccl", timeout_s=100)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
@@ -216,32 +216,39 @@ def test_presum(way, format):
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
 
 
-def run_often(rank: int, num_ranks: int, num_calls: int, way: str) -> dict[str, bool]:
+def run_often(rank: int, num_ranks: int, num_calls: int, format: str, way: str) -> dict[str, bool]:
     """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
     ends = [shares(num_ranks, 60), [60] * num_ranks]
-    parallel = open_here(layers[0], "fp8_row", rank, shares(num_ranks, 8), **by(way, num_ranks))
+    parallel = open_by(way, layers[0], format, rank, num_ranks)
     given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
     first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
+    different = torch.zeros((), dtype=torch.bool, device=own_device())
     for call in range(num_calls):
         out = parallel.moe(*given[call % 2])
         different |= (out != first[call % 2]).any() if out.numel() else False
     torch.cuda.synchronize()
     parallel.check()
-    known = parallel._calls.known.values()
+    calls = parallel._calls
+    is_prepared = any(isinstance(call, Prepared) for call in calls.known.values())
     return {
-        "same": not bool(different), "prepared": sum(isinstance(call, Prepared) for call in known) >= 1,
+        "same": not bool(different), "prepared": is_prepared and not (way == "memory" and calls.refusals()),
         "graph": _same_from_a_graph(parallel, given[0], first[0]),
     }  # fmt: skip
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_two_thousand_calls_and_a_graph(way):
-    num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, run_often, 2000, way, backend="nccl", timeout_s=200)
+@pytest.mark.parametrize(
+    ("format", "way"),
+    [
+        *(pytest.param(format, "memory", marks=pytest.mark.gpu) for format in ("fp8_row", "fp8_block128")),
+        *(pytest.param("fp8_row", way, marks=pytest.mark.gpu(2)) for way in WAYS),
+    ],
+)
+def test_two_thousand_calls_and_a_graph(format, way):
+    num_ranks = gpu_ranks()
+    num_calls = calls_of_a_loop(2000, num_ranks)
+    outcomes = run_ranks(num_ranks, run_often, num_calls, format, way, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     want = {"same": True, "prepared": shortcuts.PREPARED, "graph": True}
     assert [outcome.value for outcome in outcomes] == [want] * num_ranks
@@ -250,8 +257,7 @@ def test_two_thousand_calls_and_a_graph(way):
 def prepared_bits(rank: int, num_ranks: int, format: str, way: str, presum: bool = False) -> dict[str, bool]:
     """Run calls with other tokens and routings at other addresses, each prepared and as always; then graphs of one."""
     first = make(**LAYER)
-    options = {"exchange": "sums" if presum else "rows"} if way == "memory" else by(way, num_ranks)
-    parallel = (open_nvlink if way == "memory" else open_here)(first, format, rank, shares(num_ranks, 8), **options)
+    parallel = open_by(way, first, format, rank, num_ranks, presum)
     layers = [replace(make(**LAYER, seed=seed), gate_up=first.gate_up, down=first.down) for seed in range(4)]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     shortcuts.ENABLED = True
@@ -296,7 +302,7 @@ PREPARED += [(format, way, False) for format in ("bf16", "fp8_block128", "mxfp4"
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(("format", "way", "presum"), PREPARED)
 def test_prepared_calls(format, way, presum):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, prepared_bits, format, way, presum, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert all(all(outcome.value.values()) for outcome in outcomes), outcomes
@@ -322,16 +328,16 @@ def waits(rank: int, num_ranks: int, way: str) -> bool:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_host_never_waits_for_the_device(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, waits, way, backend="nccl", timeout_s=100)
     assert [(outcome.value, outcome.text) for outcome in outcomes] == [(False, "")] * num_ranks
 
 
 def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> tuple[str, str, float, bool]:
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
-    layer = make(**LAYER)
-    ends, shortcuts.PREPARED = shares(num_ranks, 8), kind != "dies within"  # a prepared call has no steps
-    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s, **by(way, num_ranks))
+    layer, shortcuts.PREPARED = make(**LAYER), kind != "dies within"  # a prepared call has no steps
+    dist.barrier()  # on a busy machine one rank may start seconds after another
+    parallel = open_by(way, layer, "bf16", rank, num_ranks, timeout_s=timeout_s)
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     parallel.moe(*inputs)
     torch.cuda.synchronize()
@@ -363,11 +369,19 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
     return "", "", seconds, bool(out.isnan().any())
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", [*WAYS, "counted"])
-@pytest.mark.parametrize("kind", ["dies", "dies within", "is late", "is a little late"])
+KINDS = "dies", "is late", "is a little late"
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(pytest.param(kind, "memory", marks=pytest.mark.gpu) for kind in KINDS),
+        *(pytest.param(kind, way, marks=pytest.mark.gpu(2))
+          for kind in (*KINDS, "dies within") for way in (*WAYS, "counted")),
+    ],
+)  # fmt: skip
 def test_a_lost_rank_is_named_on_every_other(kind, way):
-    num_ranks, timeout_s = num_ranks_here(), 8.0
+    num_ranks, timeout_s = gpu_ranks(), 8.0
     outcomes = run_ranks(num_ranks, fault, kind, timeout_s, way, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
     if kind == "is late":  # rows of a call that the others gave up are in its buffers; counted, it has no output
@@ -377,15 +391,14 @@ def test_a_lost_rank_is_named_on_every_other(kind, way):
 def mistakes(rank: int, num_ranks: int, way: str) -> list[tuple[str, bool]]:
     """Let rank 1 make one mistake after the other, each followed by a right call."""
     layer = make(**LAYER)
-    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8), **by(way, num_ranks))
+    parallel = open_by(way, layer, "bf16", rank, num_ranks)
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     return each_mistake(parallel, inputs, rank)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(*WAYS))
 def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, mistakes, way, backend="nccl", timeout_s=100)
     for rank, outcome in enumerate(outcomes):
         assert outcome.text == ""
@@ -423,7 +436,7 @@ def bytes_sent(rank: int, num_ranks: int, presum: bool) -> tuple[list[int], tupl
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("presum", [False, True])
 def test_bytes_between_hosts(presum):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, bytes_sent, presum, backend="nccl", timeout_s=100)
     for outcome in outcomes:
         assert outcome.text == ""
@@ -448,7 +461,7 @@ def without_shared_memory(rank: int, num_ranks: int) -> tuple[str, str]:
 
 @pytest.mark.gpu(2)
 def test_ranks_of_a_host_that_share_no_memory_are_not_grouped():
-    for outcome in run_ranks(num_ranks_here(), without_shared_memory, backend="nccl", timeout_s=100):
+    for outcome in run_ranks(gpu_ranks(), without_shared_memory, backend="nccl", timeout_s=100):
         assert outcome.value[0] in ("gathered", "counted")
         assert outcome.value[1] == "rank 0: no way there"
 
@@ -456,17 +469,16 @@ def test_ranks_of_a_host_that_share_no_memory_are_not_grouped():
 def layers_in_turn(rank: int, num_ranks: int, way: str) -> tuple[bool, bool]:
     """Call two layers of equal sizes in turn; return whether they share buffers, and whether they are right."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
-    opened = [open_here(layer, "fp8_row", rank, shares(num_ranks, 8), **by(way, num_ranks)) for layer in layers]
+    opened = [open_by(way, layer, "fp8_row", rank, num_ranks) for layer in layers]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
     again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
     return opened[0]._exchange is opened[1]._exchange, all(again) and not torch.equal(*first)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(*WAYS))
 def test_layers_share_buffers(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, layers_in_turn, way, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
 
@@ -542,7 +554,7 @@ def in_parts(rank: int, num_ranks: int, format: str, options: dict) -> dict[str,
 @pytest.mark.parametrize("way", ["rows", "sums", "gathered", "gathered+sums", "hosts", "counted"])
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_dispatch_and_combine(format, way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     options = (
         by(*way.split("+")[:1], num_ranks, way.endswith("+sums")) if way not in ("rows", "sums") else {"exchange": way}
     )
@@ -567,7 +579,7 @@ def on_few_sms(rank: int, num_ranks: int, options: dict) -> tuple[bool, int, int
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", ["rows", "gathered"])
 def test_num_sms(way):
-    num_ranks = num_ranks_here()
+    num_ranks = gpu_ranks()
     options = {"exchange": way}
     outcomes = run_ranks(num_ranks, on_few_sms, options, backend="nccl", timeout_s=150)
     assert [(outcome.value, outcome.text) for outcome in outcomes] == [((True, 2, 2), "")] * num_ranks

@@ -10,7 +10,7 @@ from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import gpu_ranks, run_ranks
 from tests.moe.layers import make
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, open_here, ways
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, open_here, shares, ways
 
 EXPERTS = 8
 
@@ -18,8 +18,8 @@ EXPERTS = 8
 def run_every_way(rank: int, num_ranks: int, way: str) -> list[list[int]]:
     """Run a call each way with a routing of its own; return the load's last rows, in the order of the calls."""
     options = {} if way == "memory" else {"exchange": way}
-    ends = [EXPERTS * (r + 1) // num_ranks for r in range(num_ranks)]
-    token_ends = [60 * (r + 1) // num_ranks for r in range(num_ranks)]
+    ends = shares(num_ranks, EXPERTS)
+    token_ends = shares(num_ranks, 60)
     first = make(**LAYER)
     parallel = open_here(first, "bf16", rank, ends, **options)
     assert parallel.exchange == way
@@ -61,7 +61,7 @@ def _graph(parallel, first: tuple, then: tuple) -> None:
 
 @pytest.mark.parametrize("way", ways("gathered", "counted"))
 def test_calls_of_every_kind_count(way):
-    num_ranks = gpu_ranks() if way == "memory" else min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, run_every_way, way, backend="nccl", timeout_s=300)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     want = [

@@ -1,7 +1,6 @@
 """ExpertParallel over NVLink: the bits of one rank, whatever the shares; many calls; graphs; faults in words."""
 
 import contextlib
-import os
 import time
 from dataclasses import replace
 from functools import cache
@@ -13,16 +12,14 @@ import torch
 import torch.distributed as dist
 
 from envoi.ops.moe import moe
-from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, nvlink
+from envoi.ops.moe.parallel import ExpertParallel, nvlink
 from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.quant import FORMATS
-from envoi.runtime import shortcuts
-from envoi.runtime.prepared.replay import Prepared
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
@@ -37,6 +34,11 @@ def ways(*over_nccl: str) -> list:
     """Return the ways of exchange as parameters: by "memory", for which one GPU suffices, and those of two GPUs."""
     over_two = [pytest.param(way, marks=pytest.mark.gpu(2)) for way in over_nccl]
     return [pytest.param("memory", marks=pytest.mark.gpu), *over_two]
+
+
+def shares(num_ranks: int, total: int) -> list[int]:
+    """Return where each rank's share ends."""
+    return [total * (r + 1) // num_ranks for r in range(num_ranks)]
 
 
 def on_gpu(layer, routing=None):
@@ -162,49 +164,6 @@ def test_the_bits_of_one_rank():
         assert_same_bits(torch.cat([outcome.value[number][0] for outcome in outcomes]), on_one_rank(case))
 
 
-def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, bool, bool]:
-    """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
-    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    parallel = open_here(layer, format, rank, ends, exchange="sums")
-    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
-    out = parallel.moe(*inputs)
-    again = [torch.equal(parallel.moe(*inputs), out) for _ in range(40)]
-    parallel.check()
-    return out.cpu(), all(again), parallel.presum
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
-def test_presum(format):
-    num_ranks = gpu_ranks()
-    outcomes = run_ranks(num_ranks, presummed, format, backend="nccl", timeout_s=100)
-    assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
-    layer, routing = on_gpu(make(**LAYER))
-    layer.routing = routing
-    want = summed_by_rank(layer, format, [0, *(8 * (r + 1) // num_ranks for r in range(num_ranks))])
-    assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
-
-
-def run_often(rank: int, num_ranks: int, num_calls: int, format: str) -> dict[str, bool]:
-    """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
-    layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
-    layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
-    ends = [[60 * (r + 1) // num_ranks for r in range(num_ranks)], [60] * num_ranks]
-    parallel = open_here(layers[0], format, rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)])
-    given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
-    first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=own_device())
-    for call in range(num_calls):
-        out = parallel.moe(*given[call % 2])
-        different |= (out != first[call % 2]).any() if out.numel() else False
-    torch.cuda.synchronize()
-    parallel.check()
-    calls = parallel._calls
-    is_prepared = not calls.refusals() and any(isinstance(known, Prepared) for known in calls.known.values())
-    from_graph = _same_from_a_graph(parallel, given[0], first[0])
-    return {"same": not bool(different), "prepared": is_prepared, "graph": from_graph}
-
-
 def _same_from_a_graph(parallel, inputs, want) -> bool:
     tokens, routing = inputs[0].clone(), Routing(inputs[1].topk_weights, inputs[1].topk_ids.clone(), 8)
     stream = torch.cuda.Stream()
@@ -224,53 +183,6 @@ def _same_from_a_graph(parallel, inputs, want) -> bool:
     torch.cuda.synchronize()
     parallel.check()
     return nothing and torch.equal(out, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128"])
-def test_two_thousand_calls_and_a_graph(format):
-    num_ranks = gpu_ranks()
-    num_calls = calls_of_a_loop(2000, num_ranks)
-    outcomes = run_ranks(num_ranks, run_often, num_calls, format, backend="nccl", timeout_s=200)
-    want = {"same": True, "prepared": shortcuts.PREPARED, "graph": True}
-    assert [outcome.value for outcome in outcomes] == [want] * num_ranks
-
-
-def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, float, bool]:
-    """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
-    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    dist.barrier()  # on a busy machine one rank may start seconds after another
-    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s)
-    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
-    parallel.moe(*inputs)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank == 1 and kind == "dies":
-        os._exit(3)
-    if rank == 1:
-        time.sleep(timeout_s + 2 if kind == "is late" else timeout_s / 2)
-    start = time.monotonic()
-    out = parallel.moe(*inputs)
-    torch.cuda.synchronize()
-    seconds = time.monotonic() - start
-    try:
-        parallel.check()
-    except PeerTimeout as error:
-        try:
-            parallel.moe(*inputs)
-        except PeerTimeout:
-            return type(error).__name__, str(error), seconds, bool(out.isnan().all())
-    return "", "", seconds, bool(out.isnan().any())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
-def test_a_lost_rank_is_named_on_every_other(kind):
-    num_ranks, timeout_s = gpu_ranks(), 6.0
-    outcomes = run_ranks(num_ranks, fault, kind, timeout_s, backend="nccl", timeout_s=100)
-    assert_rank_1_is_named(kind, outcomes, timeout_s)
-    if kind == "is late":
-        assert outcomes[1].value[3]
 
 
 def assert_rank_1_is_named(kind: str, outcomes, timeout_s: float) -> None:
@@ -300,14 +212,6 @@ MISTAKES = {
     "meta": "tokens: expected a tensor on cuda:",
     "routing": "routing: expected an envoi.Routing, got tuple",
 }
-
-
-def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
-    """Let rank 1 make one mistake after the other, each followed by a right call."""
-    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    parallel = open_here(layer, "bf16", rank, ends)
-    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
-    return each_mistake(parallel, inputs, rank)
 
 
 def each_mistake(parallel, inputs, rank: int) -> list[tuple[str, bool]]:
@@ -354,23 +258,11 @@ def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tens
     return tokens, Routing(weights, ids, routing.num_experts)
 
 
-@pytest.mark.gpu
-def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
-    num_ranks = gpu_ranks()
-    outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
-    for rank, outcome in enumerate(outcomes):
-        for (text, right_again), message in zip(outcome.value, MISTAKES.values(), strict=True):
-            assert message in text
-            assert right_again
-            if rank != 1:
-                assert text.startswith("rank 1 of the group refused its arguments")
-
-
 def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
     """Pass a wrong id on rank 1 in the second of six calls, without a wait for the device in between."""
-    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    layer, ends = make(**LAYER), shares(num_ranks, 8)
     parallel = open_here(layer, "bf16", rank, ends)
-    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     want, num_errors = parallel.moe(*inputs).clone(), 0
     bad = wrong("id", *inputs)
     for call in range(6):
@@ -393,29 +285,11 @@ def test_a_refusal_is_told_once_and_keeps_the_ranks_in_step():
     assert [outcome.value for outcome in outcomes] == [(1, True)] * num_ranks
 
 
-def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
-    """Call two layers of equal sizes in turn; return whether they share memory, and whether they are right."""
-    layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
-    ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    opened = [open_here(layer, "fp8_row", rank, ends) for layer in layers]
-    given = [inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)]) for layer in layers]
-    first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
-    again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
-    return opened[0]._exchange is opened[1]._exchange, all(again) and not torch.equal(*first)
-
-
-@pytest.mark.gpu
-def test_layers_share_memory():
-    num_ranks = gpu_ranks()
-    outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
-    assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
-
-
 def beside_another_stream(rank: int, num_ranks: int, holding: list[int]) -> dict[str, bool]:
     """Make a call and replay a graph while a stream of some ranks holds all multiprocessors but a few for 2 s."""
-    layer, ends = make(**(LAYER | {"tokens": 900})), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    layer, ends = make(**(LAYER | {"tokens": 900})), shares(num_ranks, 8)
     parallel = open_here(layer, "fp8_block128", rank, ends, timeout_s=8.0)
-    inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
+    inputs = inputs_of(layer, rank, shares(num_ranks, 900))
     want, graph = parallel.moe(*inputs).clone(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

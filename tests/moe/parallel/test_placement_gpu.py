@@ -21,16 +21,12 @@ from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, on_one_rank, ways
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, on_one_rank, shares, ways
 from tests.moe.parallel.test_placement import pack_placed
 from tools.kernel_cases import moe_parallel as kernels
 
 NUM_EXPERTS = 8
 WAYS = ways("gathered", "hosts", "counted")
-
-
-def ranks_of(way: str) -> int:
-    return gpu_ranks() if way == "memory" else min(4, torch.cuda.device_count())
 
 
 def placement_of(num_ranks: int, shift: int = 0) -> tuple[list[int], list[int]]:
@@ -62,10 +58,6 @@ def open_placed(layer, format: str, rank: int, num_ranks: int, way: str, **optio
     return parallel
 
 
-def shares(num_ranks: int, total: int) -> list[int]:
-    return [total * (r + 1) // num_ranks for r in range(num_ranks)]
-
-
 def run_all(rank: int, num_ranks: int, way: str, tried: list[Case]) -> list[torch.Tensor]:
     outs = []
     for case in tried:
@@ -87,7 +79,7 @@ TRIED = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bits_of_one_rank(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, run_all, way, TRIED, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(TRIED):
@@ -132,7 +124,7 @@ def moved(rank: int, num_ranks: int, way: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_calls_and_graphs_go_on_with_another_placement(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, moved, way, backend="nccl", timeout_s=150)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for outcome in outcomes:
@@ -169,7 +161,7 @@ def with_workspace(rank: int, num_ranks: int, way: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("way", ways("gathered"))
 def test_workspace(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, with_workspace, way, backend="nccl", timeout_s=100)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for outcome in outcomes:
@@ -200,7 +192,7 @@ def lose_a_rank(rank: int, num_ranks: int, way: str) -> tuple | None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_calls_go_on_without_a_rank(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, lose_a_rank, way, backend="nccl", timeout_s=150)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     placement, ends = placement_of(num_ranks)

@@ -9,11 +9,10 @@ from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import ExpertParallel
 from envoi.types import ExpertWeights
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.ranks import own_device, run_ranks
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, ways
-from tests.moe.parallel.test_placement_gpu import ranks_of, shares
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, shares, ways
 from tests.moe.test_shared import gate_of, shared_layer
 
 TRIED = [("bf16", True), ("fp8_block128", False), ("mxfp4_mxfp8", True)]
@@ -55,7 +54,7 @@ def run_all(rank: int, num_ranks: int, way: str) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("way", ways("gathered", "hosts", "counted"))
 def test_the_bits_of_one_rank(way):
-    num_ranks = ranks_of(way)
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, run_all, way, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     layer, routing = on_gpu(make(**LAYER))

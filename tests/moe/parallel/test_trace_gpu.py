@@ -16,7 +16,7 @@ from tests.helpers.choices import use
 from tests.helpers.ranks import gpu_ranks, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import domains
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, open_here
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, open_here, shares
 
 SIZES = LAYER | {"tokens": 900, "hidden": 1024, "intermediate": 512}
 FEW = LAYER | {"tokens": 40, "hidden": 1024, "intermediate": 512}
@@ -68,9 +68,9 @@ def tiles_of(consumers: list[list[int]]) -> list[int]:
 def traced(rank: int, num_ranks: int, one_launch: bool) -> tuple[Timeline, bool, str]:
     """Trace a call between two calls; return the timeline, whether these have equal bits, and an error's text."""
     use(one_launch=one_launch)
-    layer, ends = make(**SIZES), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    layer, ends = make(**SIZES), shares(num_ranks, 8)
     parallel = open_here(layer, "fp8_block128", rank, ends)
-    inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
+    inputs = inputs_of(layer, rank, shares(num_ranks, 900))
     timeline = parallel.trace(*inputs)  # before any other call
     outs = [parallel.moe(*inputs) for _ in range(3)]
     again = parallel.trace(*inputs)

@@ -1,4 +1,4 @@
-"""Configs of the Blackwell GEMM: one frozen BlackwellConfig, and one predicate that refuses."""
+"""Configs of the Blackwell GEMM: one frozen BlackwellConfig, and which of them fit, for estimates."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,20 @@ TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
 RESERVED_BYTES = 2560  # barriers, and the exchange buffers of reductions
 MIN_STAGES = 2
 ROWS = 128
-MAX_CHUNK_REGISTERS = 128
 
 
 @dataclass(frozen=True)
 class BlackwellConfig(EqualTiles):
     """Tiling of one problem: x are the tokens, 128 a tile; `TileConfig` documents the tile's fields.
 
-    block_y: features of a tile. block_k: elements of K in a stage. num_stages: stages in the ring.
+    block_y: features of a tile, 64 (without scale factors), 128 or 256. num_stages: stages in the ring, 2 or more.
+    block_k: elements of K in a stage, rows of 64 to 512 bytes, a power of two, and a multiple of 4 sf_group.
     num_warps: warps of the epilogue role, 4 (a thread has a row) or 8 (half a row).
     num_accumulators: tiles in tensor memory; with 2, the epilogue of one overlaps the products of the next.
     sf_group: elements of K that share a scale factor, 32 (mxfp8, mxfp4) or 16 (nvfp4); 0 = the operands have none.
-    epilogue_columns: of a chunk; with 4 warps also the width of a tensor memory load. 64, as 32 costs 4 to 6 % more
-        instructions and twice the TMA stores, and 128 saves 2 % for 1.7 times the registers.
+    split_k: 1 in a grouped GEMM.
+    epilogue_columns: of a chunk, a power of two; with 4 warps also the width of a tensor memory load. 64, as 32 costs 4
+        to 6 % more instructions and twice the TMA stores, and 128 saves 2 % for 1.7 times the registers.
     """
 
     block_y: int
@@ -85,105 +86,39 @@ class BlackwellConfig(EqualTiles):
 
 @dataclass(frozen=True)
 class BlackwellProblem:
-    """Sizes of one launch: tokens M, features N, K.
+    """What a tiling has to fit: K, and the operands' numbers.
 
     x_bits, y_bits: of an element of tokens and of features in shared memory, where FP4 beside FP8 takes a byte.
-    num_groups: experts of a grouped GEMM, 0 for a plain one. sf_group: elements of K that share a scale factor, or 0.
-    tma_operand_bytes: bytes for each column of the accumulator of the tile operands that TMA loads. padded: one operand
-    is FP4, the other FP8.
+    sf_group: elements of K that share a scale factor, or 0. padded: one operand is FP4, the other FP8.
     """
 
-    M: int
-    N: int
     K: int
     x_bits: int = 16
     y_bits: int = 16
-    num_groups: int = 0
     sf_group: int = 0
-    tma_operand_bytes: float = 0.0
     padded: bool = False
 
 
 def shared_bytes(problem: BlackwellProblem, config: BlackwellConfig, code: Lowered) -> int:
-    """Return the bytes of shared memory: the stages, the buffers of TMA outputs and operands, a reserve."""
+    """Return the bytes of shared memory: the stages, the buffers of TMA outputs, a reserve."""
     operands = (ROWS * problem.x_bits + config.block_y * problem.y_bits) * config.block_k // 8
     factors = (ROWS + config.block_y) * config.block_k // config.sf_group if config.sf_group else 0
-    column_bytes = config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes
-    buffers = ROWS * config.epilogue_columns * column_bytes
-    return config.num_stages * (operands + factors) + int(buffers) + RESERVED_BYTES
+    buffers = int(ROWS * config.epilogue_columns * config.num_store_buffers * code.staged_output_bytes)
+    return config.num_stages * (operands + factors) + buffers + RESERVED_BYTES
 
 
 def why_not(problem: BlackwellProblem, config: BlackwellConfig, code: Lowered) -> str:
-    """Return why a config can't run this problem with this epilogue, in words; "" if it can."""
-    return (
-        _why_not_tile(problem, config)
-        or _why_not_chunks(problem, config, code)
-        or _why_not_factors(problem, config)
-        or _why_not_memory(problem, config, code)
-    )
-
-
-def _why_not_tile(problem: BlackwellProblem, c: BlackwellConfig) -> str:
-    if problem.K < 1:
-        return f"K: expected at least 1, got {problem.K}: nothing would fill the accumulator"
-    row_bytes = c.block_k * min(problem.x_bits, problem.y_bits) // 8
-    if c.block_y not in (64, 128, 256):
-        return f"block_y: expected 64, 128 or 256, got {c.block_y}"
-    if row_bytes not in (64, 128, 256, 512):
-        return f"block_k: expected rows of 64 to 512 bytes, a power of two, got {c.block_k} elements in {row_bytes}"
-    if c.num_stages < MIN_STAGES:
-        return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}"
-    if c.num_accumulators not in (1, 2):
-        return f"num_accumulators: expected 1 or 2, got {c.num_accumulators}"
-    if problem.num_groups and c.split_k > 1:
-        return f"split_k: expected 1 in a grouped GEMM, got {c.split_k}"
-    return ""
-
-
-def _why_not_chunks(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered) -> str:
-    if c.num_warps not in (4, 8):
-        return f"num_warps: expected 4 or 8 for the epilogue, got {c.num_warps}"
-    columns = c.epilogue_columns
-    if columns < 16 or columns & (columns - 1) or columns > c.block_y:
-        return f"epilogue_columns: expected a power of two from 16 to block_y = {c.block_y}, got {columns}"
-    if columns % code.chunk_columns:
-        return f"epilogue_columns: expected a multiple of {code.chunk_columns} columns for this epilogue, got {columns}"
-    if code.takes_halves:
-        return "epilogue: expected one that takes pairs of columns, got one of halves"
-    if code.whole_rows and (columns < c.block_y or c.block_y < problem.N):
-        return f"epilogue_columns: expected whole rows of {problem.N} columns for this epilogue, got {columns}"
-    registers = ROWS * columns // (32 * c.num_warps)
-    if registers > MAX_CHUNK_REGISTERS:
+    """Return why a config doesn't fit a GPU with this epilogue, or K the config, in words; "" if all fits."""
+    if config.epilogue_columns > config.block_y:
+        return f"epilogue_columns: expected at most block_y = {config.block_y}, got {config.epilogue_columns}"
+    if problem.padded and problem.K % 64:
+        return f"block_k: FP4 beside FP8 comes in 128 or more, of a K in 64s, got {config.block_k} of {problem.K}"
+    if config.tensor_columns > TENSOR_COLUMNS:
         return (
-            f"epilogue_columns: {columns} are {registers} registers a thread of {c.num_warps} warps, more than "
-            f"{MAX_CHUNK_REGISTERS} leave none to compute with"
+            f"tensor memory: {config.num_accumulators} accumulators of {config.block_y} columns and "
+            f"{config.factor_columns} of scale factors are {config.tensor_columns} columns, there are {TENSOR_COLUMNS}"
         )
-    return ""
-
-
-def _why_not_factors(problem: BlackwellProblem, c: BlackwellConfig) -> str:
-    if c.sf_group != problem.sf_group:
-        return f"sf_group: expected {problem.sf_group}, as the operands have it, got {c.sf_group}"
-    if not c.sf_group:
-        return ""
-    if c.sf_group not in (16, 32):
-        return f"sf_group: expected 16 or 32, got {c.sf_group}"
-    if c.block_y < ROWS:
-        return f"block_y: scale factors come by {ROWS} columns, got {c.block_y}"
-    if c.block_k % (4 * c.sf_group):
-        return f"block_k: four scale factors span {4 * c.sf_group} elements, got {c.block_k}"
-    if problem.padded and (c.block_k < 128 or problem.K % 64):
-        return f"block_k: FP4 beside FP8 comes in 128 or more, of a K in 64s, got {c.block_k} of {problem.K}"
-    return ""
-
-
-def _why_not_memory(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered) -> str:
-    if c.tensor_columns > TENSOR_COLUMNS:
-        return (
-            f"tensor memory: {c.num_accumulators} accumulators of {c.block_y} columns and {c.factor_columns} of scale "
-            f"factors are {c.tensor_columns} columns, there are {TENSOR_COLUMNS}"
-        )
-    used = shared_bytes(problem, c, code)
+    used = shared_bytes(problem, config, code)
     if used > SHARED_BYTES:
-        return f"shared memory: {c.num_stages} stages and what leaves are {used} bytes, there are {SHARED_BYTES}"
+        return f"shared memory: {config.num_stages} stages and what leaves are {used} bytes, there are {SHARED_BYTES}"
     return ""

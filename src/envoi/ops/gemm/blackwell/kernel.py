@@ -15,8 +15,13 @@ One CTA on each SM. `gemm_kernel` allocates stages and accumulators, starts the 
 
 x are the tokens, 128 a tile, y the features. Scale factors, one for each 16 or 32 elements of K (`sf_group`), are
 loaded by TMA into the stage; the multiplier copies them to tensor memory before the product. Units, their order and
-split-K are those of `hopper.tile_scheduler`; `pipeline.py` has the barriers, `sf_layout.py` the layout of packed
-scale factors.
+split-K are those of `hopper.tile_scheduler`; `pipeline.py` has the barriers.
+
+Scale factors are packed for the tensor cores: [rows, factors along K], a byte each, is cut into blocks of 128 rows and
+4 factors. A block is 512 bytes; blocks along K are adjacent, then those of the next 128 rows. Partial blocks are padded
+with 0. In a grouped GEMM each expert's rows start a new block.
+
+    packed[r // 128, j // 4, (r % 32) * 16 + (r % 128) // 32 * 4 + j % 4] = sf[r, j]
 """
 
 # Device code has no enumerate.

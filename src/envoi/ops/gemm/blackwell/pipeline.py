@@ -25,7 +25,7 @@ from envoi.runtime.triton_compat import role_barrier, tma_load
 
 @aggregate
 class Inputs:
-    """TMA descriptors of the operands. Packed scale factors are as `sf_layout` says; None without any."""
+    """TMA descriptors of the operands. `kernel.py` says how scale factors are packed; None without any."""
 
     x: tma.tensor_descriptor  # x [rows, K] in boxes [block_x, block_k]
     y: tma.tensor_descriptor  # y [rows, K] in boxes [block_y, block_k]
