@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -111,21 +110,24 @@ def test_missing_and_misshapen_tensors_are_refused(tmp_path):
         lm.load(broken(tmp_path / "b", shrink), CPU)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return fresh.run_module("examples.demo", *arguments)
-
-
-def test_the_whole_demo(tmp_path):
-    done = command(
+def test_the_whole_demo(tmp_path, capsys):
+    arguments = (
         "--bytes", "512", "--ranks", "2", "--formats", "bf16", "--new-bytes", "4", "--device", "cpu",
         "--out", str(tmp_path / "out.png"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert main([*arguments]) == 0
+    said = capsys.readouterr().out
     for part in ("eager", "envoi bf16", "Continued from 'def '", "give the same bits as one rank",
                  "bf16 checkpoint", "FP8 block-128 checkpoint", "MXFP4 checkpoint",
                  "Its load: bound by rank"):  # fmt: skip
-        assert part in done.stdout
+        assert part in said
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_is_a_program():
+    done = fresh.run_module("examples.demo", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m examples.demo")
 
 
 @pytest.mark.parametrize(
