@@ -13,6 +13,8 @@ What a program has to know of the others they store in its shared memory: sums o
 list; how many tokens each has chosen. Nothing passes through global memory. In the interpreter a row has one program.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -54,6 +56,23 @@ BARRIERS_AT: tl.constexpr = tl.constexpr(8514)  # of sums, of rows; of the list,
 NUM_BARRIERS: tl.constexpr = tl.constexpr(11)
 STORED: tl.constexpr = tl.constexpr(512)  # tokens that are stored at a time
 LIMIT: tl.constexpr = tl.constexpr(1e37)
+
+
+class Row(NamedTuple):
+    """A row's output, scores and pages, pointers, and how many tokens it sees."""
+
+    out: Any
+    logits: Any
+    table: Any
+    n: Any
+
+
+class Share(NamedTuple):
+    """A program's share of a row: its number in the cluster, the first token, how many."""
+
+    rank: Any
+    first: Any
+    size: Any
 
 
 @triton.jit
@@ -178,18 +197,19 @@ def kth_of_all(room, rank, r, K: tl.constexpr, CLUSTER: tl.constexpr):
 
 @triton.jit
 def choose_share(
-    room, out, logits, table, rank, first, mine, n, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr,
-    CHUNK: tl.constexpr, CLUSTER: tl.constexpr,
+    room, row, share, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
+    CLUSTER: tl.constexpr,
 ):  # fmt: skip
-    """Store those of a share's tokens that are among the k best of the row of n. first, mine: its begin and size."""
+    """Store those of a share's tokens that are among the k best of the row."""
+    rank = share.rank
     ids = grid(CHUNK // LANES)
     zero = rank * 0
-    x = tl.load(logits + first + ids, mask=ids // 4 < tl.cdiv(mine, 4), other=0.0)
-    high, scale = range_of(logits, n, NAN_FIRST)
+    x = tl.load(row.logits + share.first + ids, mask=ids // 4 < tl.cdiv(share.size, 4), other=0.0)
+    high, scale = range_of(row.logits, row.n, NAN_FIRST)
     if CLUSTER > 1:
         cluster.wait()  # until all barriers are set up
-    bins = tl.where(ids < mine, bin_of(x, high, scale, NAN_FIRST), BINS)
-    r = tl.where(ids < mine, radix_of(ordered(x, NAN_FIRST)), BEHIND)
+    bins = tl.where(ids < share.size, bin_of(x, high, scale, NAN_FIRST), BINS)
+    r = tl.where(ids < share.size, radix_of(ordered(x, NAN_FIRST)), BEHIND)
     add(room, bins)
     found, better, inside, before = find_in_cluster(room, rank, zero + K, 0, CLUSTER)
     if inside <= FEW:  # the order of the list doesn't matter
@@ -214,13 +234,13 @@ def choose_share(
         chosen = (r < low) | ((r == low) & (seat < left))
     seat = seats(room, chosen)
     num = get(room, zero + LENGTH)
-    put(room, CHOSEN_AT + seat, first + ids, chosen)
+    put(room, CHOSEN_AT + seat, share.first + ids, chosen)
     before = sum_before(room, rank, 1, CLUSTER)
     tl.debug_barrier()
     for begin in range(0, num, STORED):
         place = begin + tl.arange(0, STORED)
         mask = place < num
-        tl.store(out + before + place, slot_of(table, get(room, CHOSEN_AT + place), mask, SLOTS), mask=mask)
+        tl.store(row.out + before + place, slot_of(row.table, get(room, CHOSEN_AT + place), mask, SLOTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -260,10 +280,11 @@ def set_kernel(
             gdc_wait()
         share = tl.multiple_of(tl.cdiv(n, CLUSTER * 4) * 4, 4)
         first = share * rank
-        mine = tl.maximum(tl.minimum(n - first, share), 0)
+        mine = Share(rank, first, tl.maximum(tl.minimum(n - first, share), 0))
+        given = Row(out, logits, table, n)
         if (share <= CHUNK // 2) & (CLUSTER > 1):  # half the instructions
-            choose_share(room, out, logits, table, rank, first, mine, n, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER)
+            choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER)
         else:
-            choose_share(room, out, logits, table, rank, first, mine, n, K, SLOTS, NAN_FIRST, CHUNK, CLUSTER)
+            choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK, CLUSTER)
     elif rank == 0:
         tl.store(out + bins, tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1), mask=bins < K)
