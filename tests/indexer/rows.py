@@ -30,9 +30,7 @@ def groups_of(scores: torch.Tensor, nan_first: bool, halves: bool) -> torch.Tens
     return best if 0 < level <= fast.TOP_LEVEL else best[:0]
 
 
-def wrong_rows(
-    rows: list[torch.Tensor], k: int, order: fast.Order, candidates: bool = False, in_registers: bool = False
-) -> list[int]:
+def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, way: fast.Way = "radix") -> list[int]:
     """Select from rows of scores by the kernels; return the lengths of those that aren't right, in any order."""
     device, lengths = rows[0].device, [len(row) for row in rows]
     width = max(1, -(-max(lengths) // 64))
@@ -45,24 +43,24 @@ def wrong_rows(
     cache = torch.empty(width + 3, 64, 1, 132, dtype=torch.int8, device=device)
     p = fast.Problem(torch.empty(len(rows), 64, 128, device=device), cache, logits, seq_lens, table, k, 1)
     out, errors = (torch.full(n, -7, dtype=torch.int32, device=device) for n in ((len(rows), k), (len(rows),)))
-    space = fast.workspace(p, candidates)
+    space = fast.workspace(p, way)
     if len(space.logits) < len(rows):
         half = len(rows) // 2
         halves = rows[:half], rows[half:]
-        return [n for some in halves for n in wrong_rows(some, k, order, candidates, in_registers)]
+        return [n for some in halves for n in wrong_rows(some, k, order, way)]
     groups = space.groups
     if groups is not None:
         groups = torch.full((len(rows), groups.shape[1]), 0x7F7F, dtype=groups.dtype, device=device)
         for own, row in enumerate(rows):
-            best = groups_of(row, order.as_torch, candidates)
+            best = groups_of(row, order.as_torch, way == "candidates")
             groups[own, : len(best)] = best
     space = replace(space, logits=logits, groups=groups)
-    if candidates:
+    if way == "candidates":
         assert space.counters is not None
         space.counters.zero_()
         launch(kernel_candidates.candidates_kernel, *fast.candidates_arguments(p, space, 0, len(rows), order))
         launch(kernel_rank.rank_kernel, *fast.rank_arguments(p, space, 0, len(rows), out, errors, order))
-    elif in_registers:
+    elif way == "clusters":
         launch(kernel_set.set_kernel, *fast.set_arguments(p, space, 0, len(rows), out, errors, order))
     else:
         launch(kernel_select.select_kernel, *fast.select_arguments(p, space, 0, len(rows), out, errors, order, False))

@@ -11,6 +11,6 @@ STATIC_AND_DYNAMIC = 48 << 10  # bytes a launch may take without an attribute, w
 RESERVED = 1 << 10  # by the driver, which the accepted counts include
 
 
-@pytest.mark.parametrize("title", [title for title in ACCEPTED if title.startswith("indexer-select")])
+@pytest.mark.parametrize("title", [title for title in ACCEPTED if title.startswith(("indexer-select", "indexer-set"))])
 def test_a_launch_takes_at_most_48_kib(title):
     assert ACCEPTED[title]["shared_bytes"] - RESERVED <= STATIC_AND_DYNAMIC

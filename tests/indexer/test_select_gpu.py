@@ -27,7 +27,7 @@ def test_in_registers(k, as_torch, longest):
     order = Order(slots=True, by_score=False, as_torch=as_torch)
     lengths = (longest, longest - 63, longest // 2 + 1, 2049, 513, 70)
     for kind, rows in hostile_rows(torch.Generator("cuda").manual_seed(k), lengths):
-        assert wrong_rows(rows, k, order, in_registers=True) == [], kind
+        assert wrong_rows(rows, k, order, way="clusters") == [], kind
 
 
 @pytest.mark.parametrize("as_torch", [True, False])
@@ -35,7 +35,7 @@ def test_in_registers(k, as_torch, longest):
 def test_candidates(k, as_torch):
     order = Order(slots=True, by_score=True, as_torch=as_torch)
     for kind, rows in hostile_rows(torch.Generator("cuda").manual_seed(k), LENGTHS):
-        assert wrong_rows(rows, k, order, candidates=True) == [], kind
+        assert wrong_rows(rows, k, order, way="candidates") == [], kind
 
 
 @pytest.mark.parametrize("by_score", [True, False])

@@ -23,12 +23,12 @@ def test_kinds(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_registers(kind):
     rows_of_kind = [row[:n] for row in KINDS[kind] for n in (700, 1031)]
-    assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=False), in_registers=True) == []
+    assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=False), way="clusters") == []
 
 
 def test_in_registers_nan_first():
     order = Order(slots=False, by_score=False, as_torch=True)
-    assert wrong_rows([row[:1031] for row in KINDS["NaN"]], 100, order, in_registers=True) == []
+    assert wrong_rows([row[:1031] for row in KINDS["NaN"]], 100, order, way="clusters") == []
 
 
 @pytest.fixture
@@ -80,13 +80,13 @@ CANDIDATES = ["equal", "NaN", "inf", "one bucket", "ties at the boundary", "huge
 
 @pytest.mark.parametrize("kind", CANDIDATES)
 def test_candidates_best_first(kind):
-    assert wrong_rows(KINDS[kind], 512, Order(slots=True, by_score=True), candidates=True) == []
+    assert wrong_rows(KINDS[kind], 512, Order(slots=True, by_score=True), way="candidates") == []
 
 
 @pytest.mark.parametrize("as_torch", [True, False])
 def test_candidates_of_any_length(as_torch):
     order = Order(slots=False, by_score=True, as_torch=as_torch)
-    assert wrong_rows(rows(*LENGTHS, 40000), 512, order, candidates=True) == []
+    assert wrong_rows(rows(*LENGTHS, 40000), 512, order, way="candidates") == []
 
 
 @pytest.mark.parametrize("by_score", [True, False])
@@ -99,7 +99,7 @@ def test_k(k, by_score):
 @pytest.mark.parametrize("k", [1, 16, 128, 200])
 def test_candidates_of_few(k):
     kinds = [*rows(k - 1, k + 1, 9000), *(KINDS[kind][0] for kind in ("equal", "NaN", "ties at the boundary"))]
-    assert wrong_rows(kinds, k, Order(slots=True, by_score=True), candidates=True) == []
+    assert wrong_rows(kinds, k, Order(slots=True, by_score=True), way="candidates") == []
 
 
 @pytest.fixture

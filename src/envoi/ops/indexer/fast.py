@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a se
 SET_CHUNK, SET_WARPS = 16384, 32  # scores of such a program, and its warps, where LONG_CHUNK is too few
 SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
 PARTS = 4  # programs that select from a longer row
-FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
+FEW_ROWS, LONG_OF_FEW, MOST_CANDIDATES = 2, 1 << 16, 1 << 18  # see `by_clusters`, `by_candidates`
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
@@ -118,6 +118,10 @@ class Workspace:
     counters: torch.Tensor | None = None
 
 
+# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs (`kernel_set`).
+Way = Literal["radix", "candidates", "clusters"]
+
+
 def num_parts(p: Problem) -> int:
     """Return the number of programs that select from a long row; 1 if no row is long, or if rows fill the GPU."""
     return PARTS if p.max_length > CHUNKS[-1] and not p.is_prefill else 1
@@ -128,12 +132,17 @@ def list_words(p: Problem) -> int:
     return num_parts(p) * LIST_WORDS if num_parts(p) > 1 else 0
 
 
-def by_clusters(p: Problem, order: Order, early: bool) -> bool:
-    """Tell whether clusters of programs select a set (`kernel_set`). early: in the fast mode, on Hopper.
+def way_of(p: Problem, order: Order, early: bool) -> Way:
+    """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
+    if early and by_clusters(p, order):
+        return "clusters"
+    return "candidates" if by_candidates(p, order) else "radix"
 
-    Not from a row or two that are very long, if candidates may.
-    """
-    if not early or order.by_score or p.is_prefill or (order.any and p.num_rows <= FEW_ROWS and p.max_length > 1 << 16):
+
+def by_clusters(p: Problem, order: Order) -> bool:
+    """Tell whether clusters of programs select a set faster: from long rows, but not if candidates may and do."""
+    few = order.any and p.num_rows <= FEW_ROWS and p.max_length > LONG_OF_FEW
+    if order.by_score or p.is_prefill or few:
         return False
     return LONG_CHUNK < p.max_length <= MOST_PROGRAMS * SET_CHUNK
 
@@ -174,12 +183,16 @@ def chunk_of(p: Problem) -> int:
     return next((size for size in CHUNKS if p.max_length <= size), LONG_CHUNK)
 
 
-def rows_that_fit(p: Problem, candidates: bool = False, clusters: bool = False) -> int:
+def rows_that_fit(p: Problem, way: Way = "radix") -> int:
     """Return the number of rows for whose workspace there is room."""
-    if p.is_prefill or clusters:
-        return (PREFILL_BYTES if p.is_prefill else WORKSPACE_BYTES) // max(1, 4 * p.max_length)
-    words = 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS if candidates else list_words(p)
-    return WORKSPACE_BYTES // (4 * (p.max_length + NUM_GROUPS + words))
+    if p.is_prefill:
+        return PREFILL_BYTES // max(1, 4 * p.max_length)
+    beside = {
+        "radix": NUM_GROUPS + list_words(p),
+        "candidates": NUM_GROUPS + 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS,
+        "clusters": 0,
+    }  # words of a row, beside its scores
+    return WORKSPACE_BYTES // (4 * (p.max_length + beside[way]))
 
 
 def padded_heads(p: Problem) -> int:
@@ -205,25 +218,25 @@ def rows_of_block(p: Problem) -> int:
     return most_shared(p) if in_turns(p) else gcd(p.next_n, most_shared(p))
 
 
-def rows_at_once(p: Problem, candidates: bool = False, clusters: bool = False) -> int:
+def rows_at_once(p: Problem, way: Way = "radix") -> int:
     """Return the number of rows of a launch, in whole blocks if that isn't all rows; at least one row."""
     block = rows_of_block(p)
     most = MAX_BLOCKS * block if block > 1 else MAX_ROWS
-    return max(1, min(p.num_rows, most, rows_that_fit(p, candidates, clusters) // block * block))
+    return max(1, min(p.num_rows, most, rows_that_fit(p, way) // block * block))
 
 
-def workspace(p: Problem, candidates: bool = False, clusters: bool = False) -> Workspace:
+def workspace(p: Problem, way: Way = "radix") -> Workspace:
     """Allocate the Workspace of `rows_at_once` rows."""
-    rows, device = rows_at_once(p, candidates, clusters), p.q.device
+    rows, device = rows_at_once(p, way), p.q.device
 
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     logits = empty(p.max_length, torch.float32)
-    if p.is_prefill or clusters:
+    if p.is_prefill or way == "clusters":
         return Workspace(logits)
-    groups = empty(NUM_GROUPS, torch.int16 if candidates else torch.int32)
-    if not candidates:
+    groups = empty(NUM_GROUPS, torch.int16 if way == "candidates" else torch.int32)
+    if way == "radix":
         return Workspace(logits, groups, empty(list_words(p), torch.int32))
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
     return Workspace(logits, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
@@ -258,17 +271,16 @@ def in_blocks(
     """
     out, errors = empty_outputs(p)
     if p.num_rows:
-        clusters = by_clusters(p, order, early)
-        candidates = not clusters and by_candidates(p, order)
-        space = workspace(p, candidates, clusters)
-        least = 0 if candidates else order.least(p.k)
+        way = way_of(p, order, early)
+        space = workspace(p, way)
+        least = 0 if way == "candidates" else order.least(p.k)
         for first, num_rows in launches(p, len(space.logits)):
             if p.max_length > least:
                 score(p, space, first, num_rows, least)
             rest = first, num_rows, out, errors, order
-            if clusters:
+            if way == "clusters":
                 launch(kernel_set.set_kernel, *set_arguments(p, space, *rest))
-            elif candidates:
+            elif way == "candidates":
                 launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
                 launch(kernel_rank.rank_kernel, *rank_arguments(p, space, *rest))
             else:

@@ -52,8 +52,11 @@ ROW_AT: tl.constexpr = tl.constexpr(6304)  # bins of a row, likewise,
 NUMBERS_AT: tl.constexpr = tl.constexpr(8352)  # tokens of each program that equal the threshold; that are chosen
 LIST_AT: tl.constexpr = tl.constexpr(8384)  # list of this program, of all
 LISTED_AT: tl.constexpr = tl.constexpr(8512)  # length of the former
-BARRIERS_AT: tl.constexpr = tl.constexpr(8514)  # of sums, of rows; of the list, of both numbers
+BARRIERS_AT: tl.constexpr = tl.constexpr(8514)  # of two words each: of the sums of each count
 NUM_BARRIERS: tl.constexpr = tl.constexpr(11)
+OF_ROW: tl.constexpr = tl.constexpr(8)  # words on: those of the row of each count,
+OF_LIST: tl.constexpr = tl.constexpr(16)  # that of the list,
+OF_NUMBERS: tl.constexpr = tl.constexpr(18)  # those of both numbers
 STORED: tl.constexpr = tl.constexpr(512)  # tokens that are stored at a time
 LIMIT: tl.constexpr = tl.constexpr(1e37)
 
@@ -100,7 +103,8 @@ def find_in_cluster(room, rank, wanted, NTH: tl.constexpr, CLUSTER: tl.constexpr
         upto = tl.cumsum(counts, 0)
         here = (upto >= wanted) & (upto - counts < wanted)
         row = tl.sum(tl.where(here, lanes, 0), 0) * WIDTH
-        exchange(room, base + row, row_at + rank * WIDTH, at + 8, zero + WIDTH, zero + CLUSTER * WIDTH, WIDTH, CLUSTER)
+        to = row_at + rank * WIDTH
+        exchange(room, base + row, to, at + OF_ROW, zero + WIDTH, zero + CLUSTER * WIDTH, WIDTH, CLUSTER)
         even = get(room, row_at + 2 * lanes)
         odd = get(room, row_at + 2 * lanes + 1)
         for other in tl.static_range(1, CLUSTER):
@@ -125,7 +129,7 @@ def sum_before(room, rank, NTH: tl.constexpr, CLUSTER: tl.constexpr):
     before = rank * 0
     if CLUSTER > 1:
         at: tl.constexpr = NUMBERS_AT + NTH * MOST_PROGRAMS
-        barrier = before + BARRIERS_AT + 18 + 2 * NTH
+        barrier = before + BARRIERS_AT + OF_NUMBERS + 2 * NTH
         exchange(room, before + LENGTH, at + rank, barrier, before + 1, before + CLUSTER, 1, CLUSTER)
         for other in tl.static_range(CLUSTER - 1):
             before += tl.where(rank > other, get(room, rank * 0 + at + other), 0)
@@ -219,7 +223,8 @@ def choose_share(
             put(room, LIST_AT + seat, r, listed)
             tl.debug_barrier()
             own = get(room, zero + LISTED_AT)
-            exchange(room, zero + LIST_AT, LIST_AT + FEW + before, zero + BARRIERS_AT + 16, own, inside, FEW, CLUSTER)
+            to, barrier = LIST_AT + FEW + before, zero + BARRIERS_AT + OF_LIST
+            exchange(room, zero + LIST_AT, to, barrier, own, inside, FEW, CLUSTER)
         else:
             put(room, LIST_AT + FEW + seat, r, listed)
             tl.debug_barrier()
