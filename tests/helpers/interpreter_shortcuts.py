@@ -235,25 +235,18 @@ def _convert_numbers_once() -> None:
             checked = original(self, lhs, rhs, *rest, **named)
             casts[key] = checked[0].dtype, checked[1].dtype
             return checked
-        if left is tensor and (right is int or right is float):
-            key = lhs.type.name, right, rhs, *rest, *named.items()
-            number = numbers.get(key)
-            if number is not None:
-                return lhs, number
-            checked = original(self, lhs, rhs, *rest, **named)
-            if checked[0] is lhs:
-                numbers[key] = checked[1]
-            return checked
-        if right is tensor and (left is int or left is float):
-            key = left, lhs, rhs.type.name, *rest, *named.items()
-            number = numbers.get(key)
-            if number is not None:
-                return number, rhs
-            checked = original(self, lhs, rhs, *rest, **named)
-            if checked[1] is rhs:
-                numbers[key] = checked[0]
-            return checked
-        return original(self, lhs, rhs, *rest, **named)
+        first = right is tensor  # the number, if one is
+        number, kind, other = (lhs, left, rhs) if first else (rhs, right, lhs)
+        if not (first or left is tensor) or not (kind is int or kind is float):
+            return original(self, lhs, rhs, *rest, **named)
+        key = first, kind, number, other.type.name, *rest, *named.items()
+        made = numbers.get(key)
+        if made is not None:
+            return (made, other) if first else (other, made)
+        checked = original(self, lhs, rhs, *rest, **named)
+        if checked[first] is other:
+            numbers[key] = checked[not first]
+        return checked
 
     _replace(TritonSemantic, "binary_op_type_checking_impl", check)
 
