@@ -41,9 +41,14 @@ def line(measurements: Sequence[Measurement]) -> str:
     )
 
 
+def baseline_named(engine: str) -> str:
+    """Return the baseline that is an engine with its own kernels."""
+    return f"{engine}_engine"
+
+
 def baseline_of(m: Measurement) -> str:
-    """Return the name of the engine with its own kernels."""
-    return f"{_parts(m)['engine']}_engine"
+    """Return the baseline of a measurement of an engine."""
+    return baseline_named(_parts(m)["engine"])
 
 
 def _engine(m: Measurement) -> str:

@@ -19,9 +19,10 @@ from typing import cast
 
 import torch
 
+from bench.served import baseline_named
 from bench.shapes import Case, EngineShape, MoeShape, Options
 from bench.suites import moe
-from bench.suites.engine_process import SERVED
+from bench.suites.engine_process import ENGINES, SERVED
 from bench.suites.engine_turns import Found, in_turns, python
 from bench.suites.models import MODELS
 from bench.suites.torch_moe import eager_moe
@@ -32,7 +33,6 @@ from envoi.ops.moe import moe as envoi_moe
 PREFILL = (16, 2048)
 DECODE = (1, 16, 64, 256)
 ERROR_TOKENS = 64
-NAME = {"vllm": "vllm_engine", "sglang": "sglang_engine"}  # baselines, by engine
 # Of these a third engine fits beside, with Envoi's gate too: the model hands its gate to the layer.
 ROUTED = {("vllm", "Qwen3-30B-A3B", "fp8_block128")}
 
@@ -40,7 +40,7 @@ ROUTED = {("vllm", "Qwen3-30B-A3B", "fp8_block128")}
 def cases(options: Options) -> list[Case]:
     """Return the cases: each model in each format, prefill and decode."""
     found = []
-    for engine, (name, served) in product(NAME, SERVED.items()):
+    for engine, (name, served) in product(ENGINES, SERVED.items()):
         layers = options.layers or served.num_layers
         for format, step in product(served.formats_in(engine), (PREFILL, *((batch, 1) for batch in DECODE))):
             shape = EngineShape(engine, name, layers, format, *step)
@@ -69,7 +69,7 @@ def measure(case: Case, bench: Bench) -> Trial:
             raise RuntimeError(f"{name}: {found[name].why}")
     step = _step(shape)
     ours, base = found["envoi"], found["default"]
-    baselines = {NAME[shape.engine]: _timing(base, step)}
+    baselines = {baseline_named(shape.engine): _timing(base, step)}
     missing = {}
     if "routed" in found and found["routed"].rounds:
         baselines["routed"] = _timing(found["routed"], step)
