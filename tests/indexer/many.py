@@ -9,17 +9,17 @@ from tools.oracles.indexer_workloads import random_fp4_cache
 NOWHERE = 2**40
 
 
-def random_tensors(requests, most, heads, next_n, source, fp4_spread=None):
-    """Make requests of up to `most` tokens on scattered pages, weights and scales of any sign, on source's device.
+def random_tensors(requests, most, heads, next_n, source, fp4_spread=None, least=1):
+    """Make requests of `least` to `most` tokens on scattered pages, weights and scales of any sign, on source's device.
 
-    fp4_spread: keys in FP4, as `random_fp4_cache` makes them.
+    Each seventh has fewer than five. fp4_spread: keys in FP4, as `random_fp4_cache` makes them.
     """
     device = source.device
 
     def draw(*shape):
         return torch.randn(*shape, generator=source, device=device)
 
-    lengths = (most ** torch.rand(requests, generator=source, device=device)).long()
+    lengths = (least * (most / least) ** torch.rand(requests, generator=source, device=device)).long()
     lengths[::7] = torch.randint(0, 5, lengths[::7].shape, generator=source, device=device)
     columns, num_pages = -(-most // PAGE_SIZE), 4 * -(-most // PAGE_SIZE)
     table = torch.rand(requests, num_pages, generator=source, device=device).argsort(1)[:, :columns].int()

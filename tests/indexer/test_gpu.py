@@ -162,6 +162,22 @@ def test_fast_10000_random_rows(seed):
                 assert not bool(wrong.any()), f"{int(wrong.sum())} rows, k {k}, {heads} heads, next_n {next_n}"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_sets_of_10000_long_rows(seed):
+    """Check 1455 rows a seed that clusters of each size select from; a few rows are selected from in other ways."""
+    source = torch.Generator("cuda").manual_seed(seed)
+    for heads, spread in ((64, None), (32, None), (16, None), (64, 20), (32, 40)):
+        for k in (200, 512, 2048):
+            for next_n, requests in ((1, 61), (2, 12), (4, 6), (1, 5), (1, 2)):
+                share = float(torch.rand(1, generator=source, device="cuda"))
+                most = int(8194 * 16**share)
+                tensors = random_tensors(requests, most, heads, next_n, source, spread, least=8193)
+                order = ("any", "position")[(seed + next_n + k // 512) % 2]
+                out, errors = indexer_topk(*tensors, k=k, mode="fast", next_n=next_n, order=order, return_errors=True)
+                wrong = wrong_rows(out, tensors, next_n) | (errors != 0)
+                assert not bool(wrong.any()), f"{int(wrong.sum())} rows of up to {most}, k {k}, {heads} heads"
+
+
 @pytest.mark.parametrize(
     "lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000), (1_000_000,)], ids=["long", "40", "302", "million"]
 )

@@ -336,7 +336,7 @@ def test_the_old_name_of_the_order_warns(ordered, order):
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 6, 511, 512, 513, 514, 516, 4096, 4097])
 def test_launches_of_many_rows(next_n):
     """Check that launches take every row once, in order, and no block of rows belongs to two requests."""
-    for requests, width, heads in product((0, 1, 3), (1, 64, 1024, 16384, 1 << 20), (64, 48, 32, 4)):
+    for requests, width, heads in product((0, 1, 3, 128), (1, 64, 256, 1024, 16384, 1 << 20), (64, 48, 32, 4)):
         rows = requests * next_n
         q, cache = torch.empty(rows, heads, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
         table = torch.empty(requests, width, device="meta")
@@ -352,7 +352,20 @@ def test_launches_of_many_rows(next_n):
         assert most == 1 or 4 * most * words <= (fast.PREFILL_BYTES if many else fast.WORKSPACE_BYTES)
         share = {64: 8, 48: 8, 32: 8, 4: 16}[heads]  # their heads fill the 128 columns of two products, or of four
         of_few = max(n for n in (1, 2, 4, 8, 16) if next_n % n == 0 and n <= share)
-        assert block == (1 if not many else share if next_n > fast.MANY_ROWS and next_n % share else of_few)
+        large = rows >= 128 and rows * width >= 16384 and width <= 256  # pages; longer rows of few have groups
+        alone = not (many or large)
+        assert block == (1 if alone else share if next_n > fast.MANY_ROWS and next_n % share else of_few)
+
+
+@pytest.mark.parametrize("way", ["radix", "candidates", "clusters"])
+def test_rows_whose_groups_are_read_share_no_tiles(way):
+    """Check 64 requests of four rows of 8192 and of 32768 tokens."""
+    q, cache = torch.empty(256, 64, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
+    for width in (128, 512):
+        table = torch.empty(64, width, device="meta")
+        p = fast.Problem(q, cache, q, table, table, 512, 4)
+        alone = way == "candidates" or (way == "radix" and width == 512)
+        assert fast.workspace(p, way).block == fast.rows_of_block(p, way) == (1 if alone else 4)
 
 
 @pytest.mark.parametrize(

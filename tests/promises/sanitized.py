@@ -166,13 +166,21 @@ def portable_indexer() -> bool:
         return hostile_indexer()
 
 
-def indexer_of_many_and_long_rows() -> bool:
-    """Run the kernels of a prefill, of few rows of many requests, and of a long row, with pages outside and without."""
+def indexer_of_many_rows() -> bool:
+    """Run the kernels of a prefill and of few rows of many requests, with pages outside and without."""
+    many = (False, 64, 520, (700,)), (False, 32, 2, (130,) * 258), (True, 32, 520, (700,)), (True, 64, 2, (130,) * 258)
+    return of_requests(many)
+
+
+def indexer_of_long_rows() -> bool:
+    """Run the kernels that select from long rows: clusters of 2, 4 and 8 programs and others, by all their ways."""
+    return of_requests((False, 64, 1, lengths) for lengths in ((9000,), (17000, 3, 3000), (40000, 70000)))
+
+
+def of_requests(calls: Iterable[tuple[bool, int, int, tuple[int, ...]]]) -> bool:
+    """Run calls of (keys in FP4, heads, rows of a request, lengths), with pages outside and without."""
     right = True
-    for fp4, heads, next_n, lengths in (
-        (False, 64, 520, (700,)), (False, 32, 2, (130,) * 258), (True, 32, 520, (700,)), (True, 64, 2, (130,) * 258),
-        (False, 64, 1, (17000,)),
-    ):  # fmt: skip
+    for fp4, heads, next_n, lengths in calls:
         _, cache, _, seq_lens, table = (x.cuda() for x in one(lengths, num_heads=heads).tensors())
         cache = random_fp4_cache(len(cache), "cuda") if fp4 else cache
         rows = len(lengths) * next_n
@@ -180,7 +188,7 @@ def indexer_of_many_and_long_rows() -> bool:
         for bad in (None, -5):
             if bad is not None:
                 table[0, 0] = bad
-            for order in ("any", "score"):
+            for order in ("any", "position", "score"):
                 given = q.to(torch.float8_e4m3fn), cache, weights, seq_lens, table
                 _, errors = envoi.indexer_topk(*given, 512, next_n=next_n, order=order, return_errors=True)  # pyright: ignore
                 right &= bool((errors[:next_n] == (0 if bad is None else 2)).all()) and not bool(errors[next_n:].any())
@@ -259,7 +267,8 @@ def programs() -> dict[str, Callable[[], bool]]:
     found["indexer_topk"] = partial(of_subjects, "indexer_topk")
     found["indexer_topk, hostile"] = hostile_indexer
     found["indexer_topk, portable scores"] = portable_indexer
-    found["indexer_topk, many and long rows"] = indexer_of_many_and_long_rows
+    found["indexer_topk, many rows"] = indexer_of_many_rows
+    found["indexer_topk, long rows"] = indexer_of_long_rows
     found |= {f"ranks {format}": partial(between_ranks, format) for format in FORMATS}
     for format in ("bf16", "fp8_block128"):
         found |= {

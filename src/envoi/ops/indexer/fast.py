@@ -17,6 +17,7 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 MANY_ROWS = 512  # a call of more is a prefill
+SHARED_ROWS, SHARED_KEYS = 128, 1 << 20  # rows, and keys of all of them, from which on those of smaller calls share tiles
 WORKSPACE_BYTES, PREFILL_BYTES = 16 << 20, 128 << 20  # of a call, of a prefill
 MAX_ROWS, MAX_BLOCKS = 256, 512  # most rows of a launch, or blocks of them: a program finds its tiles in a sum over all
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
@@ -104,13 +105,14 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
-    A prefill has neither groups nor lists, nor have rows from which clusters select.
+    A prefill has neither groups nor lists, nor have rows from which clusters select. block: `rows_of_block`.
     Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
     listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
     int32.
     """
 
     logits: torch.Tensor
+    block: int = 1
     groups: torch.Tensor | None = None
     lists: torch.Tensor | None = None
     listed: torch.Tensor | None = None
@@ -211,35 +213,41 @@ def in_turns(p: Problem) -> bool:
     return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % most_shared(p) != 0
 
 
-def rows_of_block(p: Problem) -> int:
-    """Return the number of neighbouring rows, all of one request, that share tiles of keys: 1 but for a prefill."""
-    if not (p.is_prefill and p.shares_tiles):
+def reads_groups(p: Problem, way: Way) -> bool:
+    """Tell whether selection reads groups' best keys, which rows that share tiles don't have."""
+    return way == "candidates" or (way == "radix" and p.max_length > CHUNKS[-1] and not p.is_prefill)
+
+
+def rows_of_block(p: Problem, way: Way = "radix") -> int:
+    """Return the number of neighbouring rows, all of one request, that share tiles of keys; 1 in a small call."""
+    is_large = p.num_rows >= SHARED_ROWS and p.num_rows * p.max_length >= SHARED_KEYS
+    if not (p.shares_tiles and (p.is_prefill or is_large)) or reads_groups(p, way):
         return 1
     return most_shared(p) if in_turns(p) else gcd(p.next_n, most_shared(p))
 
 
 def rows_at_once(p: Problem, way: Way = "radix") -> int:
     """Return the number of rows of a launch, in whole blocks if that isn't all rows; at least one row."""
-    block = rows_of_block(p)
+    block = rows_of_block(p, way)
     most = MAX_BLOCKS * block if block > 1 else MAX_ROWS
     return max(1, min(p.num_rows, most, rows_that_fit(p, way) // block * block))
 
 
 def workspace(p: Problem, way: Way = "radix") -> Workspace:
     """Allocate the Workspace of `rows_at_once` rows."""
-    rows, device = rows_at_once(p, way), p.q.device
+    rows, block, device = rows_at_once(p, way), rows_of_block(p, way), p.q.device
 
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     logits = empty(p.max_length, torch.float32)
     if p.is_prefill or way == "clusters":
-        return Workspace(logits)
+        return Workspace(logits, block)
     groups = empty(NUM_GROUPS, torch.int16 if way == "candidates" else torch.int32)
     if way == "radix":
-        return Workspace(logits, groups, empty(list_words(p), torch.int32))
+        return Workspace(logits, block, groups, empty(list_words(p), torch.int32))
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
-    return Workspace(logits, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
+    return Workspace(logits, block, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
 
 
 def launches(p: Problem, step: int) -> Iterator[tuple[int, int]]:
@@ -293,7 +301,7 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int, least: int = 
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
         from envoi.ops.indexer import kernel_hopper, kernel_prefill
 
-        if rows_of_block(p) > 1:
+        if space.block > 1:
             launch(kernel_prefill.prefill_scores_kernel, *prefill_arguments(p, space, first, num_rows, least))
         else:
             launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows, least))
@@ -323,7 +331,7 @@ def prefill_arguments(
     from envoi.ops.indexer import kernel_prefill
 
     values, scales = _descriptors(p.k_cache)
-    block = rows_of_block(p)
+    block = space.block
     columns = block * padded_heads(p)
     sets = -(-columns // COLUMNS)
     programs = min(-(-num_rows // block) * -(-p.max_length // TILE), num_sms(p.q.device))
