@@ -371,8 +371,7 @@ def test_rows_whose_groups_are_read_share_no_tiles(way):
 @pytest.mark.parametrize(
     ("rows", "width", "by_score", "early", "expected"),
     [
-        (1, 65, False, True, True), (1, 256, False, True, True), (1, 257, False, True, False),
-        (512, 64, False, True, False), (513, 64, False, True, True), (66, 128, True, True, True),
+        (513, 64, False, True, True), (513, 65, False, True, False), (66, 128, True, True, True),
         (67, 128, True, True, False), (1, 256, False, False, False), (1, 64, True, False, False),
     ],
 )  # fmt: skip
@@ -386,12 +385,12 @@ def test_code_for_long_rows_is_left_out_where_that_is_faster(rows, width, by_sco
 @pytest.mark.parametrize(
     ("rows", "width", "order", "expected"),
     [
-        (1, 128, "any", "select_kernel"), (512, 129, "position", "set_kernel"), (513, 129, "any", "select_kernel"),
-        (2, 1024, "any", "set_kernel"), (2, 1025, "any", "rank_kernel"), (2, 1025, "position", "set_kernel"),
-        (3, 2048, "any", "set_kernel"), (3, 2049, "any", "select_kernel"), (3, 1024, "score", "rank_kernel"),
+        (1, 64, "any", "set_kernel"), (512, 129, "position", "set_kernel"), (513, 129, "any", "select_kernel"),
+        (1, 2048, "any", "set_kernel"), (2, 2049, "any", "rank_kernel"), (2, 2049, "position", "select_kernel"),
+        (3, 2049, "any", "select_kernel"), (3, 128, "score", "select_kernel"), (3, 1024, "score", "rank_kernel"),
     ],
 )  # fmt: skip
-def test_long_rows_of_a_decode_are_held_by_clusters(rows, width, order, expected):
+def test_sets_of_a_decode_are_chosen_in_registers(rows, width, order, expected):
     """Check by which kernel a call ends; width: pages of 64 tokens."""
     launched = launches_of(partial(call_of_fast, order, width, rows), "sm_90")
     assert launched[-1].kernel.fn.__name__ == expected

@@ -20,7 +20,7 @@ def test_kinds(order, k):
         assert wrong_rows(rows, k, order) == [], kind
 
 
-@pytest.mark.parametrize("longest", [16384, 32768, 65536, 131072])
+@pytest.mark.parametrize("longest", [4096, 8192, 16384, 32768, 65536, 131072])
 @pytest.mark.parametrize("as_torch", [True, False])
 @pytest.mark.parametrize("k", [300, 2048])
 def test_in_registers(k, as_torch, longest):

@@ -94,6 +94,7 @@ KERNELS = (
         case_of(f"indexer-set{name}", about, HOPPER, call, "set_kernel")
         for name, about, call in (
             ("", "the k best by position, of rows of 131072 tokens at most, by clusters", SET),
+            ("-4096", "the same, of rows of 4096 tokens, by a program a row", partial(call_of_fast, "any", SHORT)),
             ("-128", "the 128 best, likewise", partial(SET, k=128)),
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
@@ -102,10 +103,6 @@ KERNELS = (
     case_of(
         "indexer-select", "the k best by position, of longer rows; launched before the scores' kernel ends", HOPPER,
         partial(call_of_fast, "position", LONGER), "select_kernel",
-    ),
-    case_of(
-        "indexer-select-short", "the same, of rows of 4096 tokens at most", HOPPER,
-        partial(call_of_fast, "position", SHORT), "select_kernel",
     ),
     case_of(
         "indexer-select-short-prefill", "the same, of the rows of a prefill", HOPPER,

@@ -17,7 +17,7 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 MANY_ROWS = 512  # a call of more is a prefill
-SHARED_ROWS, SHARED_KEYS = 128, 1 << 20  # rows, and keys of all of them, from which on those of smaller calls share tiles
+SHARED_ROWS, SHARED_KEYS = 128, 1 << 20  # least rows, and keys of all of them, of smaller calls whose rows share tiles
 WORKSPACE_BYTES, PREFILL_BYTES = 16 << 20, 128 << 20  # of a call, of a prefill
 MAX_ROWS, MAX_BLOCKS = 256, 512  # most rows of a launch, or blocks of them: a program finds its tiles in a sum over all
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
@@ -40,10 +40,10 @@ SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also
 PREFILL_CHUNK = 4096  # scores that a program of a prefill's selection holds
 SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that several programs run on an SM
 MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
-SET_CHUNK, SET_WARPS = 16384, 32  # scores of such a program, and its warps, where LONG_CHUNK is too few
+SET_WARPS = 32  # of such a program, where LONG_CHUNK scores are too few
 SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
 PARTS = 4  # programs that select from a longer row
-FEW_ROWS, LONG_OF_FEW, MOST_CANDIDATES = 2, 1 << 16, 1 << 18  # see `by_clusters`, `by_candidates`
+FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
@@ -136,17 +136,9 @@ def list_words(p: Problem) -> int:
 
 def way_of(p: Problem, order: Order, early: bool) -> Way:
     """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
-    if early and by_clusters(p, order):
+    if early and not order.by_score and not p.is_prefill and p.max_length <= MOST_PROGRAMS * CHUNKS[-1]:
         return "clusters"
     return "candidates" if by_candidates(p, order) else "radix"
-
-
-def by_clusters(p: Problem, order: Order) -> bool:
-    """Tell whether clusters of programs select a set faster: from long rows, but not if candidates may and do."""
-    few = order.any and p.num_rows <= FEW_ROWS and p.max_length > LONG_OF_FEW
-    if order.by_score or p.is_prefill or few:
-        return False
-    return LONG_CHUNK < p.max_length <= MOST_PROGRAMS * SET_CHUNK
 
 
 def by_candidates(p: Problem, order: Order) -> bool:
@@ -173,9 +165,7 @@ def at_once(p: Problem, order: Order, early: bool, has_groups: bool) -> bool:
         return False
     if not early:
         return not has_groups
-    if order.by_score:
-        return 2 * p.num_rows <= num_sms(p.q.device)
-    return p.max_length > CHUNKS[0] or p.is_prefill
+    return p.is_prefill if not order.by_score else 2 * p.num_rows <= num_sms(p.q.device)
 
 
 def chunk_of(p: Problem) -> int:
@@ -408,8 +398,8 @@ def set_arguments(
     if env.interpreting():
         words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32)
     else:
-        programs = min(MOST_PROGRAMS, max(2, next_power_of_2(-(-p.max_length // LONG_CHUNK))))
-    chunk = LONG_CHUNK if p.max_length <= programs * LONG_CHUNK else SET_CHUNK
+        programs = min(MOST_PROGRAMS, next_power_of_2(max(1, -(-p.max_length // LONG_CHUNK))))
+    chunk = next(size for size in CHUNKS if p.max_length <= programs * size)
     if chunk > LONG_CHUNK:
         options["num_warps"] = SET_WARPS
     elif programs > 1 and num_rows > SPREAD[programs]:

@@ -2,12 +2,12 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """Selection of each row's k best scores as a set, in decode on Hopper: a cluster of programs holds a row in registers.
 
-Each program has a share of the row's neighbouring tokens, and counts in its shared memory:
+Each program has a share of the row's neighbouring tokens, and counts in its shared memory; a short row has one program.
 
     range      guessed from a sample of the row; bins of equal width in it are counted
-    the bin    that holds the k-th best: if it holds few, they are listed, and the k-th is found among them
+    the bin    that holds the k-th best: if it holds few, they are listed, and the best of them chosen
     otherwise  the k-th is found by three digits, as in `kernel_select`
-    places     each program stores its chosen tokens, by position, after those of the programs before
+    chosen     tokens are bits of words; each program stores its slots, by position, after those of the programs before
 
 What a program has to know of the others they store in its shared memory: sums of 32 rows of bins; bins of a row; the
 list; how many tokens each has chosen. Nothing passes through global memory. In the interpreter a row has one program.
@@ -23,9 +23,11 @@ from envoi.epilogues.device import INF, INTERPRETED, in_order
 from envoi.ops.indexer import room as words
 from envoi.ops.indexer.kernel_candidates import BAD_LENGTH, BAD_PAGE
 from envoi.ops.indexer.kernel_digits import (
+    BEFORE,
     BEHIND,
     BIN_ROWS,
     BINS,
+    COUNTS,
     LANES,
     LENGTH,
     SECOND,
@@ -33,6 +35,7 @@ from envoi.ops.indexer.kernel_digits import (
     count,
     find,
     grid,
+    popcount,
     radix_of,
     seats,
     shift_of,
@@ -41,7 +44,7 @@ from envoi.ops.indexer.kernel_digits import (
 from envoi.ops.indexer.kernel_order import slot_of
 from envoi.ops.indexer.kernel_scores import INTEGERS, PAGE, ordered, visible
 from envoi.ops.indexer.kernel_select import CHOSEN_AT, pages_are_good
-from envoi.ops.indexer.room import add, exchange, fetch_add, get, put, set_up_barriers
+from envoi.ops.indexer.room import Piece, add, append, exchange, get, get2, put, set_bits, set_up_barriers
 from envoi.runtime import cluster
 
 MOST_PROGRAMS: tl.constexpr = tl.constexpr(8)
@@ -50,20 +53,24 @@ FEW: tl.constexpr = tl.constexpr(64)  # tokens that are listed
 SUMS_AT: tl.constexpr = tl.constexpr(5280)  # words: sums of rows, of each count and program,
 ROW_AT: tl.constexpr = tl.constexpr(6304)  # bins of a row, likewise,
 NUMBERS_AT: tl.constexpr = tl.constexpr(8352)  # tokens of each program that equal the threshold; that are chosen
-LIST_AT: tl.constexpr = tl.constexpr(8384)  # list of this program, of all
-LISTED_AT: tl.constexpr = tl.constexpr(8512)  # length of the former
-BARRIERS_AT: tl.constexpr = tl.constexpr(8514)  # of two words each: of the sums of each count
+BARRIERS_AT: tl.constexpr = tl.constexpr(8384)  # of two words each: of the sums of each count
 NUM_BARRIERS: tl.constexpr = tl.constexpr(11)
 OF_ROW: tl.constexpr = tl.constexpr(8)  # words on: those of the row of each count,
 OF_LIST: tl.constexpr = tl.constexpr(16)  # that of the list,
 OF_NUMBERS: tl.constexpr = tl.constexpr(18)  # those of both numbers
+LISTED_AT: tl.constexpr = tl.constexpr(8446)  # length of this program's list
+LIST_AT: tl.constexpr = tl.constexpr(8448)  # pairs of a score and its position: this program's list,
+ALL_AT: tl.constexpr = tl.constexpr(8576)  # that of all
+BITS_AT: tl.constexpr = tl.constexpr(8704)  # chosen tokens
+SLOTS_AT: tl.constexpr = tl.constexpr(9216)  # first slots of pages
 STORED: tl.constexpr = tl.constexpr(512)  # tokens that are stored at a time
 LIMIT: tl.constexpr = tl.constexpr(1e37)
 
 
 class Row(NamedTuple):
-    """A row's output, scores and pages, pointers, and how many tokens it sees."""
+    """A row's number, scores and pages, pointers, and how many tokens it sees. out: the output of all rows."""
 
+    number: Any
     out: Any
     logits: Any
     table: Any
@@ -96,7 +103,7 @@ def find_in_cluster(room, rank, wanted, NTH: tl.constexpr, CLUSTER: tl.constexpr
         sums_of_rows(room, base)
         to = sums_at + rank * BIN_ROWS
         at = zero + BARRIERS_AT + 2 * NTH
-        exchange(room, zero + SUMS, to, at, zero + BIN_ROWS, zero + CLUSTER * BIN_ROWS, BIN_ROWS, CLUSTER)
+        exchange(room, Piece(zero + SUMS, to, zero + BIN_ROWS), at, zero + CLUSTER * BIN_ROWS, BIN_ROWS, CLUSTER)
         counts = get(room, sums_at + lanes)
         for other in tl.static_range(1, CLUSTER):
             counts += get(room, sums_at + other * BIN_ROWS + lanes)
@@ -104,7 +111,7 @@ def find_in_cluster(room, rank, wanted, NTH: tl.constexpr, CLUSTER: tl.constexpr
         here = (upto >= wanted) & (upto - counts < wanted)
         row = tl.sum(tl.where(here, lanes, 0), 0) * WIDTH
         to = row_at + rank * WIDTH
-        exchange(room, base + row, to, at + OF_ROW, zero + WIDTH, zero + CLUSTER * WIDTH, WIDTH, CLUSTER)
+        exchange(room, Piece(base + row, to, zero + WIDTH), at + OF_ROW, zero + CLUSTER * WIDTH, WIDTH, CLUSTER)
         even = get(room, row_at + 2 * lanes)
         odd = get(room, row_at + 2 * lanes + 1)
         for other in tl.static_range(1, CLUSTER):
@@ -130,59 +137,109 @@ def sum_before(room, rank, NTH: tl.constexpr, CLUSTER: tl.constexpr):
     if CLUSTER > 1:
         at: tl.constexpr = NUMBERS_AT + NTH * MOST_PROGRAMS
         barrier = before + BARRIERS_AT + OF_NUMBERS + 2 * NTH
-        exchange(room, before + LENGTH, at + rank, barrier, before + 1, before + CLUSTER, 1, CLUSTER)
+        exchange(room, Piece(before + LENGTH, at + rank, before + 1), barrier, before + CLUSTER, 1, CLUSTER)
         for other in tl.static_range(CLUSTER - 1):
             before += tl.where(rank > other, get(room, rank * 0 + at + other), 0)
     return before
 
 
 @triton.jit
-def range_of(logits, n, NAN_FIRST: tl.constexpr):
-    """Guess the range of a row's scores by 128 of them in eight places; return its upper end, and bins a unit."""
+def apart(x):
+    """Return x as a value of its own: what depends on it is computed again, instead of being held in registers."""
+    if INTERPRETED:
+        return x
+    y = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x.to(tl.int32, bitcast=True)], tl.int32, is_pure=False, pack=1
+    )
+    return y.to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def grid_again(ROWS: tl.constexpr):
+    """Return what `grid` does, computed anew."""
+    return apart(tl.arange(0, ROWS))[:, None] * LANES + apart(tl.arange(0, LANES))[None, :]
+
+
+@triton.jit
+def sample(logits, n):
+    """Load 128 of a row's scores from eight places, four a lane."""
     lanes = tl.arange(0, LANES)
-    first = (lanes // 4) * (n // 32 * 4) + (lanes % 4) * 4
-    low = tl.full((LANES,), 0x7FFFFFFF, tl.int32)
-    high = tl.full((LANES,), -0x80000000, tl.int32)
-    for nth in tl.static_range(4):
-        key = ordered(tl.load(logits + first + nth, mask=first + nth < n, other=0.0), NAN_FIRST)
-        low = tl.minimum(low, tl.where(first + nth < n, key, low))
-        high = tl.maximum(high, tl.where(first + nth < n, key, high))
-    low = in_order(tl.min(low, 0)).to(tl.float32, bitcast=True)
-    high = in_order(tl.max(high, 0)).to(tl.float32, bitcast=True)
+    at = logits + (lanes // 4) * (n // 32 * 4) + (lanes % 4) * 4
+    inside = lanes % 4 * 4 + 28 * (n // 32) + 3 < n
+    a = tl.load(at, mask=inside, other=0.0, volatile=True)
+    b = tl.load(at + 1, mask=inside, other=0.0, volatile=True)
+    c = tl.load(at + 2, mask=inside, other=0.0, volatile=True)
+    return a, b, c, tl.load(at + 3, mask=inside, other=0.0, volatile=True)
+
+
+@triton.jit
+def range_of(a, b, c, d, NAN_FIRST: tl.constexpr):
+    """Guess the range of a row's scores by a sample of them; return its upper end in bins, and bins a unit.
+
+    Each warp does all of it, by itself.
+    """
+    low = tl.min(ordered(tl.minimum(tl.minimum(a, b), tl.minimum(c, d)), NAN_FIRST), 0)
+    high = tl.max(ordered(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), NAN_FIRST), 0)
+    low = in_order(low).to(tl.float32, bitcast=True)
+    high = in_order(high).to(tl.float32, bitcast=True)
     low = tl.where(low == low, tl.minimum(tl.maximum(low, -LIMIT), LIMIT), LIMIT)
     high = tl.where(high == high, tl.minimum(tl.maximum(high, -LIMIT), LIMIT), LIMIT)
     span = tl.maximum(high - low, 1e-30)
-    return high + 0.5 * span, (BINS / 1.75) / span
+    scale = (BINS / 1.75) / span
+    return (high + 0.5 * span) * scale, scale
 
 
 @triton.jit
-def bin_of(x, high, scale, NAN_FIRST: tl.constexpr):
-    """Return the bins of scores; every step keeps their order."""
-    x = tl.where(x == x, x, INF if NAN_FIRST else -INF)
-    return tl.minimum(tl.maximum((high - x) * scale, 0.0), BINS - 1.0).to(tl.int32)
+def below(x, end, scale, NAN_FIRST: tl.constexpr):
+    """Return how many bins scores are below the upper end; every step keeps their order. NaN stays, unless first.
+
+    One instruction, so that each time it has the same bits.
+    """
+    if NAN_FIRST:
+        x = tl.where(x == x, x, INF)
+    return tl.fma(x, -scale, end)
 
 
 @triton.jit
-def kth_of_list(room, inside, wanted):
-    """Return the wanted-th least of the list of all programs, how many are less, and how many equal it.
+def bin_of(x, end, scale, NAN_FIRST: tl.constexpr):
+    """Return the bins of scores; NaN, unless it is first, is in the last."""
+    y = below(x, end, scale, NAN_FIRST)
+    y = tl.where(y < BINS - 1.0, y, BINS - 1.0) if INTERPRETED else tl.minimum(y, BINS - 1.0)
+    return tl.maximum(y, 0.0).to(tl.int32)
 
-    Each warp does all of it, by itself. What follows the list is greater.
+
+@triton.jit
+def mark(room, chosen):
+    """Store what is chosen [ROWS, LANES] as bits of words."""
+    word = tl.xor_sum(chosen.to(tl.int32) << tl.arange(0, LANES)[None, :], 1)[:, None]
+    put(room, BITS_AT + tl.arange(0, chosen.shape[0])[:, None], word, word == word)
+
+
+@triton.jit
+def mark_listed(room, inside, wanted, share):
+    """Mark those of a share's tokens that are among the `wanted` best of the list of all, the first of equal ones.
+
+    Each warp does all of it, by itself. What follows the list is less.
     """
     lanes = tl.arange(0, LANES)
-    x = get(room, LIST_AT + FEW + lanes).to(tl.uint32, bitcast=True)
-    y = get(room, LIST_AT + FEW + LANES + lanes).to(tl.uint32, bitcast=True)
-    below_x = lanes * 0
-    below_y = lanes * 0
-    for first in range(0, inside, 8):
+    x, x_at = get2(room, ALL_AT // 2 + lanes)
+    y, y_at = get2(room, ALL_AT // 2 + LANES + lanes)
+    x = x.to(tl.float32, bitcast=True)
+    y = y.to(tl.float32, bitcast=True)
+    above_x = lanes * 0
+    above_y = lanes * 0
+    for begin in range(0, inside, 8):
         for nth in tl.static_range(8):
-            other = get(room, lanes * 0 + LIST_AT + FEW + first + nth).to(tl.uint32, bitcast=True)
-            below_x += (other < x).to(tl.int32)
-            below_y += (other < y).to(tl.int32)
-    least = tl.where(below_x < wanted, x, 0)
-    least = tl.maximum(least, tl.where(below_y < wanted, y, 0))
-    kth = tl.max(least, 0)
-    less = tl.sum((x < kth).to(tl.int32) + (y < kth).to(tl.int32), 0)
-    return kth, less, tl.sum((x == kth).to(tl.int32) + (y == kth).to(tl.int32), 0)
+            other, at = get2(room, ALL_AT // 2 + begin + nth + lanes * 0)
+            other = other.to(tl.float32, bitcast=True)
+            above_x += ((other > x) | ((other == x) & (at < x_at))).to(tl.int32)
+            above_y += ((other > y) | ((other == y) & (at < y_at))).to(tl.int32)
+    x_at -= share.first
+    y_at -= share.first
+    is_x = (lanes < inside) & (above_x < wanted) & (x_at >= 0) & (x_at < share.size)
+    is_y = (lanes + LANES < inside) & (above_y < wanted) & (y_at >= 0) & (y_at < share.size)
+    set_bits(room, BITS_AT + tl.where(is_x, x_at // LANES, 0), 1 << (x_at % LANES), is_x)
+    set_bits(room, BITS_AT + tl.where(is_y, y_at // LANES, 0), 1 << (y_at % LANES), is_y)
 
 
 @triton.jit
@@ -200,52 +257,95 @@ def kth_of_all(room, rank, r, K: tl.constexpr, CLUSTER: tl.constexpr):
 
 
 @triton.jit
+def mark_by_radix(room, x, share, K: tl.constexpr, NAN_FIRST: tl.constexpr, CLUSTER: tl.constexpr):
+    """Mark those of a share's tokens that are among the k best of the row, whatever the scores are."""
+    r = tl.where(grid_again(x.shape[0]) < share.size, radix_of(ordered(x, NAN_FIRST)), BEHIND)
+    low, left, inside = kth_of_all(room, share.rank, r, K, CLUSTER)
+    chosen = r <= low
+    if inside > left:
+        seat = seats(room, r == low)
+        left -= sum_before(room, share.rank, 0, CLUSTER)
+        chosen = (r < low) | ((r == low) & (seat < left))
+    mark(room, chosen)
+
+
+@triton.jit
+def store_marked(room, out, rank, ROWS: tl.constexpr, CLUSTER: tl.constexpr):
+    """Store the slots of what is marked, after those of the programs before. ROWS: of 256 tokens."""
+    rows = tl.arange(0, ROWS)[:, None]
+    lanes = tl.arange(0, LANES)[None, :]
+    byte = get(room, BITS_AT + (rows * LANES + lanes) // 4) >> (lanes % 4 * 8)
+    number = popcount(byte & 0xFF)
+    upto = tl.cumsum(number, 1)
+    put(room, COUNTS + rows + 0 * lanes, upto, lanes + 0 * rows == LANES - 1)
+    tl.debug_barrier()
+    pair = 2 * tl.arange(0, LANES)
+    even = tl.where(pair < ROWS, get(room, COUNTS + pair), 0)
+    odd = tl.where(pair < ROWS, get(room, COUNTS + pair + 1), 0)
+    ends = tl.cumsum(even + odd, 0)
+    put(room, BEFORE + pair, ends - odd - even, pair >= 0)
+    put(room, BEFORE + pair + 1, ends - odd, pair >= 0)
+    put(room, LENGTH + 0 * pair, ends, pair == 2 * LANES - 2)
+    tl.debug_barrier()
+    at = CHOSEN_AT + get(room, BEFORE + rows + 0 * lanes) + upto - number
+    slots = get(room, SLOTS_AT + rows * 4 + lanes // 8) + lanes % 8 * 8
+    for nth in tl.static_range(8):
+        chosen = (byte >> nth) & 1
+        put(room, at, slots + nth, chosen != 0)
+        at += chosen
+    tl.debug_barrier()
+    before = sum_before(room, rank, 1, CLUSTER)
+    num = get(room, rank * 0 + LENGTH)
+    for begin in range(0, num, STORED):
+        place = begin + tl.arange(0, STORED)
+        tl.store(out + before + place, get(room, CHOSEN_AT + place), mask=place < num)
+
+
+@triton.jit
 def choose_share(
     room, row, share, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
     CLUSTER: tl.constexpr,
 ):  # fmt: skip
     """Store those of a share's tokens that are among the k best of the row."""
     rank = share.rank
-    ids = grid(CHUNK // LANES)
     zero = rank * 0
-    x = tl.load(row.logits + share.first + ids, mask=ids // 4 < tl.cdiv(share.size, 4), other=0.0)
-    high, scale = range_of(row.logits, row.n, NAN_FIRST)
+    pages = tl.arange(0, CHUNK // PAGE)
+    if SLOTS:
+        slots = tl.load(row.table + share.first // PAGE + pages, mask=pages * PAGE < share.size, other=0) * PAGE
+    else:
+        slots = share.first + pages * PAGE
+    put(room, SLOTS_AT + pages, slots, pages >= 0)
+    if not INTERPRETED:
+        gdc_wait()
+    ids = grid(CHUNK // LANES)
+    x = tl.load(row.logits + share.first + ids, mask=ids // 4 < tl.cdiv(share.size, 4), other=-INF, volatile=True)
+    a, b, c, d = sample(row.logits, row.n)
+    tl.debug_barrier()  # until bins are clear
+    end, scale = range_of(a, b, c, d, NAN_FIRST)
+    if share.size % 4 != 0:
+        x = tl.where(grid_again(CHUNK // LANES) < share.size, x, -INF)
     if CLUSTER > 1:
         cluster.wait()  # until all barriers are set up
-    bins = tl.where(ids < share.size, bin_of(x, high, scale, NAN_FIRST), BINS)
-    r = tl.where(ids < share.size, radix_of(ordered(x, NAN_FIRST)), BEHIND)
-    add(room, bins)
+    add(room, bin_of(x, end, scale, NAN_FIRST))
     found, better, inside, before = find_in_cluster(room, rank, zero + K, 0, CLUSTER)
-    if inside <= FEW:  # the order of the list doesn't matter
-        listed = bins == found
-        seat = fetch_add(room, tl.where(listed, LISTED_AT, 0), listed)
+    if (inside <= FEW) & (found < BINS - 1) & ((found > 0) | (not NAN_FIRST)):  # neither NaN nor what is behind a row
+        y = below(x, apart(end), apart(scale), NAN_FIRST)
+        first = tl.where(found > 0, found.to(tl.float32), -INF)
+        mark(room, y < first)
+        listed = (y >= first) & (y < found + 1.0)
         if CLUSTER > 1:
-            put(room, LIST_AT + seat, r, listed)
+            append(room, LISTED_AT, LIST_AT // 2, x, share.first + grid_again(CHUNK // LANES), listed)
             tl.debug_barrier()
-            own = get(room, zero + LISTED_AT)
-            to, barrier = LIST_AT + FEW + before, zero + BARRIERS_AT + OF_LIST
-            exchange(room, zero + LIST_AT, to, barrier, own, inside, FEW, CLUSTER)
+            own = Piece(zero + LIST_AT, ALL_AT + 2 * before, get(room, zero + LISTED_AT))
+            exchange(room, own, zero + BARRIERS_AT + OF_LIST, inside, FEW, CLUSTER, 2)
         else:
-            put(room, LIST_AT + FEW + seat, r, listed)
+            append(room, LISTED_AT, ALL_AT // 2, x, share.first + grid_again(CHUNK // LANES), listed)
             tl.debug_barrier()
-        low, less, inside = kth_of_list(room, inside, K - better)
-        left = K - better - less
+        mark_listed(room, inside, K - better, share)
     else:
-        low, left, inside = kth_of_all(room, rank, r, K, CLUSTER)
-    chosen = r <= low
-    if inside > left:
-        seat = seats(room, r == low)
-        left -= sum_before(room, rank, 0, CLUSTER)
-        chosen = (r < low) | ((r == low) & (seat < left))
-    seat = seats(room, chosen)
-    num = get(room, zero + LENGTH)
-    put(room, CHOSEN_AT + seat, share.first + ids, chosen)
-    before = sum_before(room, rank, 1, CLUSTER)
+        mark_by_radix(room, x, share, K, NAN_FIRST, CLUSTER)
     tl.debug_barrier()
-    for begin in range(0, num, STORED):
-        place = begin + tl.arange(0, STORED)
-        mask = place < num
-        tl.store(row.out + before + place, slot_of(row.table, get(room, CHOSEN_AT + place), mask, SLOTS), mask=mask)
+    store_marked(room, row.out + row.number.to(tl.int64) * K, rank, CHUNK // 8 // LANES, CLUSTER)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -270,26 +370,25 @@ def set_kernel(
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
     table += (row // next_n).to(tl.int64) * width
-    out += row.to(tl.int64) * K
     logits += tl.multiple_of(own.to(tl.int64) * width * PAGE, PAGE)
     bins = tl.arange(0, BINS)
     put(room, bins, bins * 0, bins >= 0)
     put(room, SECOND + bins, bins * 0, bins >= 0)
-    put(room, LIST_AT + bins, tl.where(bins < 2 * FEW, -1, 0), bins <= 2 * FEW)  # lists of BEHIND, and their length
+    lists = tl.arange(0, 4 * FEW)
+    put(room, LIST_AT + lists, tl.full((4 * FEW,), -INF, tl.float32), lists >= 0)
+    put(room, LISTED_AT + lists * 0, lists * 0, lists >= 0)
     good = pages_are_good(table, n, num_pages)
     tl.store(errors + row, tl.where(seen < 0, BAD_LENGTH, tl.where(good, 0, BAD_PAGE)), mask=rank == 0)
     n = tl.where(good, n, 0)
-    tl.debug_barrier()
     if n > K:
-        if not INTERPRETED:
-            gdc_wait()
-        share = tl.multiple_of(tl.cdiv(n, CLUSTER * 4) * 4, 4)
+        share = tl.multiple_of(tl.cdiv(n, CLUSTER * PAGE) * PAGE, PAGE)
         first = share * rank
         mine = Share(rank, first, tl.maximum(tl.minimum(n - first, share), 0))
-        given = Row(out, logits, table, n)
+        given = Row(row, out, logits, table, n)
         if (share <= CHUNK // 2) & (CLUSTER > 1):  # half the instructions
             choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER)
         else:
             choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK, CLUSTER)
     elif rank == 0:
-        tl.store(out + bins, tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1), mask=bins < K)
+        slots = tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1)
+        tl.store(out + row.to(tl.int64) * K + bins, slots, mask=bins < K)

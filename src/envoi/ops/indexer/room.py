@@ -2,12 +2,16 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """Shared memory of a program, addressed word by word: Triton has neither indices into it nor atomics on it.
 
-    declare(room)                     once, first in the kernel
-    put, put2, get, get2, add, fetch_add    by word; between what one thread puts and another gets, tl.debug_barrier()
+    declare                                        once, first in the kernel
+    put, put2, get, get2, add, fetch_add, append, set_bits    by word; a barrier between what one thread puts and
+                                                   another gets: tl.debug_barrier()
 
 The words belong to the kernel alone; they begin undefined. In the interpreter they are those of `room`, a tensor.
-`add` and `fetch_add` count every copy of an element: only for tensors with at least as many elements as threads.
+`add`, `fetch_add` and `append` count every copy of an element: only for tensors with as many elements as threads, or
+more.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -99,7 +103,55 @@ def fetch_add(room, index, mask):
     )  # fmt: skip
 
 
+_APPENDING = tl.constexpr(  # four elements at a time, of which mostly none is stored
+    "{ .reg .pred p; .reg .b32 a, b; or.b32 a, $20, $21; or.b32 b, $22, $23; or.b32 a, a, b; setp.eq.s32 p, a, 0;"
+    " @p bra none; "
+    + "".join(
+        f"setp.ne.s32 p, ${20 + i}, 0; mov.u32 a, envoi_room; mad.lo.s32 b, ${4 + i}, 4, a;"
+        f" @p atom.shared.add.u32 b, [b], 1; add.u32 b, b, ${8 + i}; mad.lo.s32 b, b, 8, a;"
+        f" @p st.shared.v2.b32 [b], {{${12 + i}, ${16 + i}}}; "
+        for i in range(4)
+    )
+    + "none: mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
+
+
+@triton.jit
+def append(room, counter, pairs, x, y, mask):
+    """Append 32-bit values x, y where mask to a list, in no order. counter: word of its length; pairs: first pair."""
+    if INTERPRETED:
+        seat = tl.where(mask, tl.atomic_add(room + counter + y * 0, 1, mask=mask), 0)
+        tl.store(room + 2 * (pairs + seat), x.to(tl.int32, bitcast=True), mask=mask)
+        tl.store(room + 2 * (pairs + seat) + 1, y, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            _APPENDING, "=r,=r,=r,=r" + 20 * ",r", [counter, pairs, x, y, mask.to(tl.int32)], tl.int32, is_pure=False,
+            pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def set_bits(room, index, bits, mask):
+    """Set bits of words where mask."""
+    if INTERPRETED:
+        tl.atomic_or(room + index, bits, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $3, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
+            " @p red.shared.or.b32 [a], $2; mov.b32 $0, 0; }",
+            "=r,r,r,r", [index, bits, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 # Between programs of a cluster (`runtime.cluster`), which the interpreter doesn't have.
+
+
+class Piece(NamedTuple):
+    """What `exchange` copies: from which word on, to which, how many elements."""
+
+    source: Any
+    target: Any
+    number: Any
 
 
 @triton.jit
@@ -114,30 +166,37 @@ def set_up_barriers(room, barriers, NUMBER: tl.constexpr):
 
 
 @triton.constexpr_function
-def _exchanging(most, programs):
-    """Write the assembly of `exchange`: thread t copies word w = t % most to program t // most."""
+def _exchanging(most, programs, words):
+    """Write the assembly of `exchange`: thread t copies element w = t % most to program t // most."""
+    vector, value = ("", "v") if words == 1 else (".v2", "{v, u}")
     return (
-        "{ .reg .pred p, q; .reg .b32 t, w, a, b, c, v; mov.u32 t, %tid.x; mov.u32 a, envoi_room;"
-        " mad.lo.s32 c, $3, 4, a; setp.eq.u32 q, t, 0; mad.lo.s32 v, $5, 4, 0;"
+        "{ .reg .pred p, q; .reg .b32 t, w, a, b, c, v, u; mov.u32 t, %tid.x; mov.u32 a, envoi_room;"
+        f" mad.lo.s32 c, $3, 4, a; setp.eq.u32 q, t, 0; mul.lo.s32 v, $5, {4 * words};"
         " @q mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], v;"
         f" and.b32 w, t, {most - 1}; setp.lt.u32 p, t, {most * programs}; setp.lt.and.u32 p, w, $4, p;"
-        f" shr.u32 t, t, {most.bit_length() - 1};"
-        " add.u32 b, w, $1; mad.lo.s32 b, b, 4, a; @p ld.shared.b32 v, [b]; @p mapa.shared::cluster.u32 c, c, t;"
+        f" shr.u32 t, t, {most.bit_length() - 1}; mul.lo.s32 w, w, {words};"
+        f" add.u32 b, w, $1; mad.lo.s32 b, b, 4, a; @p ld.shared{vector}.b32 {value}, [b];"
+        " @p mapa.shared::cluster.u32 c, c, t;"
         " add.u32 b, w, $2; mad.lo.s32 b, b, 4, a; @p mapa.shared::cluster.u32 b, b, t;"
-        " @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [b], v, [c];"
+        f" @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [b], {value}, [c];"
         " mad.lo.s32 c, $3, 4, a; again: mbarrier.try_wait.parity.shared::cta.b64 p, [c], 0; @!p bra.uni again;"
         " mov.b32 $0, 0; }"
     )
 
 
 @triton.jit
-def exchange(room, source, target, barrier, sent, total, MOST: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Copy words to the words from `target` on of all programs of the cluster, and wait for what all of them copy here.
+def exchange(room, piece, barrier, total, MOST: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr = 1):
+    """Copy a piece to all programs of the cluster, and wait for all that comes here: `total` elements.
 
-    sent: number of words from `source` on, at most MOST, a power of two; total: of those that come here. A thread
-    copies a word, so MOST * PROGRAMS is at most their number.
+    An element has WORDS words, 1 or 2. A piece has at most MOST, a power of two. A thread copies an element, so
+    MOST * PROGRAMS is at most their number.
     """
-    TEXT: tl.constexpr = _exchanging(MOST, PROGRAMS)
+    TEXT: tl.constexpr = _exchanging(MOST, PROGRAMS, WORDS)
     tl.inline_asm_elementwise(
-        TEXT, "=r,r,r,r,r,r", [source, target, barrier, sent, total], tl.int32, is_pure=False, pack=1
+        TEXT,
+        "=r,r,r,r,r,r",
+        [piece.source, piece.target, barrier, piece.number, total],
+        tl.int32,
+        is_pure=False,
+        pack=1,
     )
