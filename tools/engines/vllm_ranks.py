@@ -42,6 +42,8 @@ def start(stack: contextlib.ExitStack, rank: int, port: int) -> None:
         enable_expert_parallel=True, all2all_backend="allgather_reducescatter",
     )  # fmt: skip
     parallel.get_next_dp_init_port = lambda: port
+    if GPU:
+        torch.cuda.set_device(rank)
     given = VllmConfig(device_config=DeviceConfig(device=DEVICE.type), parallel_config=parallel)
     given.scheduler_config.max_num_batched_tokens = max(TOKENS)
     layers.prepare_envoi()

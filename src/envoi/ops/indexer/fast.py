@@ -406,7 +406,7 @@ def set_arguments(
         options["maxnreg"] = SELECT_REGISTERS
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots, order.as_torch, chunk, programs,
+        p.k, order.slots, order.as_torch, chunk, programs, programs == 1 and num_rows <= num_sms(p.q.device),
     ), options  # fmt: skip
 
 

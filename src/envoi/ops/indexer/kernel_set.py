@@ -44,7 +44,18 @@ from envoi.ops.indexer.kernel_digits import (
 from envoi.ops.indexer.kernel_order import slot_of
 from envoi.ops.indexer.kernel_scores import INTEGERS, PAGE, ordered, visible
 from envoi.ops.indexer.kernel_select import CHOSEN_AT, pages_are_good
-from envoi.ops.indexer.room import Piece, add, append, exchange, get, get2, put, set_bits, set_up_barriers
+from envoi.ops.indexer.room import (
+    Piece,
+    add,
+    append,
+    exchange,
+    get,
+    get2,
+    put,
+    reserve_registers,
+    set_bits,
+    set_up_barriers,
+)
 from envoi.runtime import cluster
 
 MOST_PROGRAMS: tl.constexpr = tl.constexpr(8)
@@ -145,7 +156,7 @@ def sum_before(room, rank, NTH: tl.constexpr, CLUSTER: tl.constexpr):
 
 @triton.jit
 def apart(x):
-    """Return x as a value of its own: what depends on it is computed again, instead of being held in registers."""
+    """Return the scalar x as a value of its own: what depends on it is computed again, instead of being held."""
     if INTERPRETED:
         return x
     y = tl.inline_asm_elementwise(
@@ -155,9 +166,20 @@ def apart(x):
 
 
 @triton.jit
-def grid_again(ROWS: tl.constexpr):
-    """Return what `grid` does, computed anew."""
-    return apart(tl.arange(0, ROWS))[:, None] * LANES + apart(tl.arange(0, LANES))[None, :]
+def range_again(first, SIZE: tl.constexpr):
+    """Return first .. first + SIZE - 1, of which the compiler knows nothing."""
+    ids = tl.arange(0, SIZE)
+    if INTERPRETED:
+        return first + ids
+    return tl.inline_asm_elementwise(
+        "add.s32 $0, $1, $2;", "=r,r,r", [ids, apart(first)], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def grid_again(first, ROWS: tl.constexpr):
+    """Return what `grid` does, from `first` on, computed again."""
+    return range_again(first * 0, ROWS)[:, None] * LANES + range_again(first, LANES)[None, :]
 
 
 @triton.jit
@@ -259,7 +281,7 @@ def kth_of_all(room, rank, r, K: tl.constexpr, CLUSTER: tl.constexpr):
 @triton.jit
 def mark_by_radix(room, x, share, K: tl.constexpr, NAN_FIRST: tl.constexpr, CLUSTER: tl.constexpr):
     """Mark those of a share's tokens that are among the k best of the row, whatever the scores are."""
-    r = tl.where(grid_again(x.shape[0]) < share.size, radix_of(ordered(x, NAN_FIRST)), BEHIND)
+    r = tl.where(grid_again(share.rank * 0, x.shape[0]) < share.size, radix_of(ordered(x, NAN_FIRST)), BEHIND)
     low, left, inside = kth_of_all(room, share.rank, r, K, CLUSTER)
     chosen = r <= low
     if inside > left:
@@ -323,7 +345,7 @@ def choose_share(
     tl.debug_barrier()  # until bins are clear
     end, scale = range_of(a, b, c, d, NAN_FIRST)
     if share.size % 4 != 0:
-        x = tl.where(grid_again(CHUNK // LANES) < share.size, x, -INF)
+        x = tl.where(grid_again(zero, CHUNK // LANES) < share.size, x, -INF)
     if CLUSTER > 1:
         cluster.wait()  # until all barriers are set up
     add(room, bin_of(x, end, scale, NAN_FIRST))
@@ -334,12 +356,12 @@ def choose_share(
         mark(room, y < first)
         listed = (y >= first) & (y < found + 1.0)
         if CLUSTER > 1:
-            append(room, LISTED_AT, LIST_AT // 2, x, share.first + grid_again(CHUNK // LANES), listed)
+            append(room, LISTED_AT, LIST_AT // 2, x, grid_again(share.first, CHUNK // LANES), listed)
             tl.debug_barrier()
             own = Piece(zero + LIST_AT, ALL_AT + 2 * before, get(room, zero + LISTED_AT))
             exchange(room, own, zero + BARRIERS_AT + OF_LIST, inside, FEW, CLUSTER, 2)
         else:
-            append(room, LISTED_AT, ALL_AT // 2, x, share.first + grid_again(CHUNK // LANES), listed)
+            append(room, LISTED_AT, ALL_AT // 2, x, grid_again(share.first, CHUNK // LANES), listed)
             tl.debug_barrier()
         mark_listed(room, inside, K - better, share)
     else:
@@ -352,10 +374,12 @@ def choose_share(
 def set_kernel(
     logits, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, CLUSTER: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output, by position, and its error, as `select_kernel` does: CLUSTER programs a row.
 
     No row is longer than CLUSTER * CHUNK. Launched before the scores' kernel ends, with at least 64 * CLUSTER threads.
+    ALONE: there is an SM for each program; if two fitted one, the first idle SM would get two while others have none.
     """
     words.declare()
     own = tl.program_id(0) // CLUSTER
@@ -369,6 +393,8 @@ def set_kernel(
     row = first_row + own
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
+    if ALONE:
+        reserve_registers(n)
     table += (row // next_n).to(tl.int64) * width
     logits += tl.multiple_of(own.to(tl.int64) * width * PAGE, PAGE)
     bins = tl.arange(0, BINS)

@@ -104,7 +104,7 @@ def fetch_add(room, index, mask):
 
 
 _APPENDING = tl.constexpr(  # four elements at a time, of which mostly none is stored
-    "{ .reg .pred p; .reg .b32 a, b; or.b32 a, $20, $21; or.b32 b, $22, $23; or.b32 a, a, b; setp.eq.s32 p, a, 0;"
+    "{ .reg .pred p; .reg .b32 a, b; add.s32 a, $20, $21; add.s32 a, a, $22; add.s32 a, a, $23; setp.eq.s32 p, a, 0;"
     " @p bra none; "
     + "".join(
         f"setp.ne.s32 p, ${20 + i}, 0; mov.u32 a, envoi_room; mad.lo.s32 b, ${4 + i}, 4, a;"
@@ -140,6 +140,24 @@ def set_bits(room, index, bits, mask):
             "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $3, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
             " @p red.shared.or.b32 [a], $2; mov.b32 $0, 0; }",
             "=r,r,r,r", [index, bits, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+_REGISTERS = tl.constexpr(66)
+_RESERVING = tl.constexpr(
+    f".reg .b32 z<{_REGISTERS.value}>; "
+    + "".join(f"ld.volatile.shared.b32 z{i}, [envoi_room + {4 * i}]; " for i in range(_REGISTERS.value))
+    + "".join(f"st.volatile.shared.b32 [envoi_room + {4 * i + 400}], z{i}; " for i in range(_REGISTERS.value))
+)
+
+
+@triton.jit
+def reserve_registers(n):
+    """Make the compiler take more than 64 registers, so that an SM runs one program of 16 warps. n: not negative."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p bra enough; " + _RESERVING + " enough: mov.b32 $0, 0; }",
+            "=r,r", [n], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
