@@ -103,8 +103,8 @@ def fetch_add(room, index, mask):
     )  # fmt: skip
 
 
-# Four elements at a time, of which mostly none is stored. Whether one is, their sum says: of `or` ptxas 12.9 made a test
-# that fails if the last two alone are.
+# Four elements at a time, of which mostly none is stored. Whether one is, their sum says: of `or` ptxas 12.9 makes a
+# test that fails if the last two alone are.
 _APPENDING = tl.constexpr(
     "{ .reg .pred p; .reg .b32 a, b; add.s32 a, $20, $21; add.s32 a, a, $22; add.s32 a, a, $23; setp.eq.s32 p, a, 0;"
     " @p bra none; "
