@@ -95,7 +95,8 @@ KERNELS = (
         for name, about, call in (
             ("", "the k best by position, of rows of 131072 tokens at most, by clusters", SET),
             ("-4096", "the same, of rows of 4096 tokens, by a program a row", partial(call_of_fast, "any", SHORT)),
-            ("-128", "the 128 best, likewise", partial(SET, k=128)),
+            ("-8192", "the same, of rows of 8192 tokens", partial(call_of_fast, "position", 128)),
+            ("-128", "the 128 best, of rows of 131072 tokens at most", partial(SET, k=128)),
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
         )
@@ -115,10 +116,6 @@ KERNELS = (
     case_of(
         "indexer-select-best-first-prefill", "the k best, best first, of a prefill's long rows", HOPPER,
         partial(BEST, next_n=2048), "select_kernel",
-    ),
-    case_of(
-        "indexer-select-8192", "the same, of rows of 8192 tokens at most", HOPPER,
-        partial(call_of_fast, "position", 128), "select_kernel",
     ),
     case_of(
         "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,
