@@ -32,6 +32,30 @@ def test_problems_that_wide_tiles_refuse(problem, words):
     assert why_not(problem, WIDE, STORE) == words
 
 
+SHORT = Config(64, 2, 128, 256, 4, pingpong=True, short_boxes=True)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "words"),
+    [
+        (SCALED, {}, ""),
+        (replace(SCALED, num_groups=0), {}, "expected a grouped GEMM with one consumer a tile"),
+        (SCALED, {"pingpong": False}, "expected a grouped GEMM with one consumer a tile"),
+        (
+            SCALED,
+            {"swap_ab": True, "num_stages": 2},
+            "expected a grouped GEMM with one consumer a tile, without swap_ab",
+        ),
+        (replace(SCALED, scaled=False), {"block_k": 64}, "expected rows of a multiple of 128 bytes in a stage, got 64"),
+    ],
+)
+def test_problems_that_short_boxes_refuse(problem, changes, words):
+    config = replace(SHORT, **changes)
+    plain = lower(library.store.ir, torch.bfloat16, "gluon", False, False, frozenset())
+    found = why_not(problem, config, plain if config.swap_ab else STORE)
+    assert found.startswith(f"short_boxes: {words}" if words else "") and bool(found) == bool(words)
+
+
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
     """Return the units that a tile uses of the buffer shared by x, in boxes of one unit, and y, in boxes of two."""
     from envoi.ops.gemm.hopper.pipeline import x_box_index

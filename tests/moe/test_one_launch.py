@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envoi.ops.gemm.grouping import Grouping
-from envoi.ops.gemm.hopper.config import Config
+from envoi.ops.gemm.hopper.config import SHORT_BYTES, SHORT_ROWS, Config
 from envoi.ops.moe import choose
 from envoi.ops.moe.choose import why_not_one_launch
 from envoi.ops.moe.one_launch import host
@@ -62,6 +62,15 @@ def test_few_and_many_rows_of_an_expert_take_one_launch(sizes):
     assert "fused_kernel" not in names(many - 16, *sizes)
     for tokens in (many + 16, 3 * many):
         assert "fused_kernel" in names(tokens, *sizes)
+
+
+@pytest.mark.parametrize(("tokens", "short"), [(64, 2), (1000, 0)])
+def test_few_rows_are_loaded_in_short_boxes(tokens, short):
+    """By descriptors of their own, of L1's rows and of L2's."""
+    _, _, arguments, _ = launches_of(LayerCall(experts(), 6), tokens, HOPPER)[3]
+    boxes = [tuple(x.block_shape) for x in arguments if hasattr(x, "block_shape")]
+    assert boxes.count((SHORT_ROWS, SHORT_BYTES)) == short
+    assert [x.short_boxes for x in arguments if isinstance(x, Config)] == [short > 0] * 2
 
 
 def test_an_expert_too_small_for_its_tiles_takes_two():

@@ -101,6 +101,26 @@ def test_experts_with_many_rows_and_with_few(tokens, tiling, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [128, 1024])
+def test_boxes_of_16_rows_and_of_64(hidden, monkeypatch):
+    rows = torch.tensor([0, 1, 15, 16, 17, 31, 0, 32, 33, 63, 64, 65, 80, 81, 2])
+    sizes = {"tokens": int(rows.sum()), "experts": len(rows), "k": 1, "hidden": hidden, "intermediate": 512}
+    layer, layer.routing = on_gpu(make(**sizes))
+    ids = torch.arange(len(rows)).repeat_interleave(rows)
+    layer.routing.topk_ids.copy_(ids[torch.randperm(len(ids))][:, None])
+    # Of what is in a stage from before, and of the rows of other experts, nothing may get into a token's row.
+    is_nan = layer.routing.topk_ids[:, 0] == 10
+    layer.tokens[is_nan] = torch.nan
+    monkeypatch.setattr(host, "tiling_of", lambda problems, codes, _: host._fitted(problems, codes, FEW))
+    packed = layer.pack(FORMAT)
+    for _ in range(3):
+        two, one = both(layer, packed)
+        assert bool(one[is_nan].isnan().all())
+        assert bool(one[~is_nan].isfinite().all()) and bool(one[~is_nan].any())
+        assert_same_bits(one[~is_nan], two[~is_nan])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [60, 900])
 def test_scale_factors_that_are_powers_of_two(tokens):
     layer, layer.routing = on_gpu(make(**(LAYERS["many"] | {"tokens": tokens})))

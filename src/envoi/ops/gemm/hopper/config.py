@@ -11,7 +11,8 @@ from envoi.runtime.tma import TMA_BYTES
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 PARTIAL_BYTES = 512  # more of it where tiles pass on partial reductions of their rows
 MIN_STAGES = 2
-_FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles", "mixed_experts")
+_FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles", "mixed_experts", "short_boxes")
+SHORT_ROWS, SHORT_BYTES = 16, 128  # of a box of x where a tile has no more rows; of a row of it, one swizzle
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 PINGPONG_ROWS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
@@ -42,6 +43,9 @@ class Config(Constant):
         through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
     mixed_experts: only in a grouped GEMM; worth it where the producer publishes tiles, since a search takes longer.
+    short_boxes: only in a grouped GEMM with the tokens on the M side and one consumer a tile. Where a tile has at most
+        SHORT_ROWS tokens, it loads so many rows of x instead of rows_per_consumer. The others are other experts', and
+        beside 128 features half as many bytes as the weights: what comes out of the L2 cache would bound the time.
     tiles_overlap: only in a plain GEMM. columns_ahead: with the tokens on the M side. `fitted` decides both, and labels
         leave them out.
     """
@@ -61,6 +65,7 @@ class Config(Constant):
     wide_tail_tiles: bool = False
     paired_tiles: bool = False
     mixed_experts: bool = False
+    short_boxes: bool = False
     tiles_overlap: bool = False
     columns_ahead: bool = False
 
@@ -319,6 +324,10 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
         return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
     if c.mixed_experts and (not problem.num_groups or c.swap_ab):
         return f"mixed_experts: expected a grouped GEMM with the tokens on the M side, got {c.label()}"
+    if c.short_boxes and (not problem.num_groups or c.swap_ab or c.consumers_per_tile > 1):
+        return f"short_boxes: expected a grouped GEMM with one consumer a tile, without swap_ab, got {c.label()}"
+    if c.short_boxes and c.block_k * problem.element_bytes % SHORT_BYTES:
+        return f"short_boxes: expected rows of a multiple of {SHORT_BYTES} bytes in a stage, got {c.block_k} elements"
     if c.columns_ahead and c.swap_ab:
         return "columns_ahead: expected False with the features on the M side, got True"
     if c.tiles_overlap and problem.num_groups:

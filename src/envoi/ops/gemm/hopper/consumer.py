@@ -26,7 +26,6 @@ class ConsumerArgs:
     epilogue: EpilogueArgs
     scales: BlockScales
     is_block_scaled: gl.constexpr
-    has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
     written: Written | gl.constexpr  # signalled after each pair of tiles; None if no role waits for them
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
@@ -145,9 +144,7 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
         unit = Unit(unit.tile, unit.k_begin, unit.k_end - skipped, unit.split, unit.is_split)
     if args.is_block_scaled:
         scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
-        accs, step = accumulate_block_scaled(
-            pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.has_few_registers
-        )
+        accs, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
     else:
         accs, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
     if skips_shares(cfg):

@@ -28,7 +28,7 @@ from envoi.epilogues.outputs import (
 )
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.ops.gemm.hopper import tune, two_kernels
-from envoi.ops.gemm.hopper.config import MAX_FEW_COLUMNS, Config, Problem, are_few
+from envoi.ops.gemm.hopper.config import MAX_FEW_COLUMNS, SHORT_BYTES, SHORT_ROWS, Config, Problem, are_few
 from envoi.ops.gemm.hopper.tile_config import TileConfig
 from envoi.ops.gemm.hopper.time_model import have_one_tile
 from envoi.ops.gemm.triton import host as triton_host
@@ -380,6 +380,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     if config.narrowed:
         small = config.small_box
         rest = descriptor(call.a, small, config.block_k) if config.swap_ab else weights_descriptor(call, small, config)
+    if config.short_boxes:
+        rest = descriptor(call.a, SHORT_ROWS, SHORT_BYTES // call.a.itemsize)
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups

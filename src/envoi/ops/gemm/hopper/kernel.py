@@ -90,7 +90,7 @@ def gemm_kernel(
     role_barrier()
     producer_args = ProducerArgs(x_desc, y_desc, rest_desc, pipeline, problem, trace)
     prefill(producer_args, OVERLAP)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, None, trace)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, None, trace)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers
     # into run-time values.
     if cfg.num_consumers == 1:

@@ -40,7 +40,7 @@ from envoi.ops.gemm.hopper.y_boxes import (
 )
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.ring import Ring, new_barriers
-from envoi.runtime.triton_compat import role_barrier, tma_load
+from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
 TILE_WORDS = gl.constexpr(5)  # of a published tile: its index in the order, x, y // block_y, row_end, expert
 WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
@@ -176,26 +176,53 @@ class Pipeline:
         IS_LOW: the tile has one x box only; the second one's rows are after the expert's last. `full` of the stage
         completes once all bytes have arrived.
         """
-        self.expect(x_desc, y_desc, stage, IS_LOW)
-        self.load_x(x_desc, stage, tile, k, IS_LOW)
+        self.expect(x_desc, y_desc, rest_desc, stage, tile, IS_LOW)
+        self.load_x(x_desc, rest_desc, stage, tile, k, IS_LOW)
         self.y.load(y_desc, rest_desc, self.ring.full.index(stage), stage, tile, k, IS_LOW)
 
     @gluon.jit
-    def expect(self, x_desc, y_desc, stage, IS_LOW: gl.constexpr):
+    def expect(self, x_desc, y_desc, rest_desc, stage, tile, IS_LOW: gl.constexpr):
         """Producer: arrive on `full` of a stage, which completes once the bytes of all boxes have arrived too."""
-        num_bytes: gl.constexpr = (
-            num_x_boxes(IS_LOW, self.cfg) * x_desc.block_type.nbytes
-            + num_y_boxes(IS_LOW, self.cfg) * y_desc.block_type.nbytes * self.cfg.block_y // self.cfg.main_y
-        )
-        self.ring.expect(stage, num_bytes)
+        cfg: gl.constexpr = self.cfg
+        y_bytes: gl.constexpr = num_y_boxes(IS_LOW, cfg) * y_desc.block_type.nbytes * cfg.block_y // cfg.main_y
+        x_bytes: gl.constexpr = num_x_boxes(IS_LOW, cfg) * x_desc.block_type.nbytes
+        if cfg.short_boxes:
+            short_rows: gl.constexpr = rest_desc.block_type.shape[0]
+            is_long = tile.x + short_rows < tile.row_end
+            self.ring.expect(stage, y_bytes + x_bytes, is_long)
+            self.ring.expect(stage, y_bytes + x_bytes * short_rows // cfg.rows_per_consumer, is_long == 0)
+        else:
+            self.ring.expect(stage, y_bytes + x_bytes)
 
     @gluon.jit
-    def load_x(self, x_desc, stage, tile, k, IS_LOW: gl.constexpr):
+    def load_x(self, x_desc, rest_desc, stage, tile, k, IS_LOW: gl.constexpr):
         """Producer: start the TMA loads of a stage's x boxes."""
         cfg: gl.constexpr = self.cfg
-        for i in gl.static_range(num_x_boxes(IS_LOW, cfg)):
-            at = corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, self.takes_halves and cfg.swap_ab)
-            tma_load(x_desc, at, self.ring.full.index(stage), self.x_box(stage, i))
+        full = self.ring.full.index(stage)
+        if cfg.short_boxes:
+            is_long = tile.x + rest_desc.block_type.shape[0] < tile.row_end
+            tma_load(x_desc, [tile.x, k], full, self.x_box(stage, 0), pred=is_long)
+            self.load_short_x(rest_desc, stage, tile, k, is_long == 0)
+        else:
+            for i in gl.static_range(num_x_boxes(IS_LOW, cfg)):
+                at = corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, self.takes_halves and cfg.swap_ab)
+                tma_load(x_desc, at, full, self.x_box(stage, i))
+
+    @gluon.jit
+    def load_short_x(self, rest_desc, stage, tile, k, wanted):
+        """Producer: start the TMA loads of a tile's first rows, if wanted; the rest of the x box keeps what it had.
+
+        In shared memory an x box is one column of rows of 128 bytes after another, swizzled in groups of eight rows.
+        """
+        rows: gl.constexpr = rest_desc.block_type.shape[0]
+        columns: gl.constexpr = rest_desc.block_type.shape[1]
+        pitch: gl.constexpr = self.cfg.rows_per_consumer // rows
+        parts: gl.constexpr = self.cfg.block_k // columns
+        shape: gl.constexpr = [self.cfg.num_x_boxes * parts * pitch, rows, columns]
+        boxes = reinterpret(self.x_bufs, rest_desc.dtype, shape, rest_desc.layout)
+        for i in gl.static_range(parts):
+            box = boxes.index((stage * parts + i) * pitch)
+            tma_load(rest_desc, [tile.x, k + i * columns], self.ring.full.index(stage), box, pred=wanted)
 
 
 @aggregate

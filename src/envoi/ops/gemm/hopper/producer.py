@@ -21,7 +21,8 @@ class ProducerArgs:
 
     x_desc: tma.tensor_descriptor  # x [rows, K] in boxes [rows_per_consumer, block_k]
     y_desc: tma.tensor_descriptor  # y [rows, K] in boxes [main_y, block_k]
-    rest_desc: tma.tensor_descriptor | gl.constexpr  # y in boxes [rest_y or small_box, block_k]; None in other tiles
+    # y in boxes [rest_y or small_box, block_k], with short_boxes x in boxes [SHORT_ROWS, SHORT_BYTES]; else None
+    rest_desc: tma.tensor_descriptor | gl.constexpr
     pipeline: Pipeline
     problem: Problem
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
@@ -96,9 +97,9 @@ def load_steps_of_operand(args, k_begin, k_end, tile, IS_LOW: gl.constexpr, IS_W
     for k in range(k_begin, k_end):
         stage = k - k_begin
         if IS_WEIGHTS:
-            pipeline.expect(args.x_desc, args.y_desc, stage, IS_LOW)
+            pipeline.expect(args.x_desc, args.y_desc, args.rest_desc, stage, tile, IS_LOW)
         if cfg.swap_ab == IS_WEIGHTS:
-            pipeline.load_x(args.x_desc, stage, tile, k * cfg.block_k, IS_LOW)
+            pipeline.load_x(args.x_desc, args.rest_desc, stage, tile, k * cfg.block_k, IS_LOW)
         else:
             full = pipeline.ring.full.index(stage)
             pipeline.y.load(args.y_desc, args.rest_desc, full, stage, tile, k * cfg.block_k, IS_LOW)

@@ -82,6 +82,11 @@ class TileConfig(Protocol):
         ...
 
     @property
+    def short_boxes(self) -> bool:
+        """Return True if tiles with few rows load a smaller box of x, by `rest_desc`; see `Config`."""
+        ...
+
+    @property
     def paired_tiles(self) -> bool:
         """Return True if a CTA takes pairs of tiles, for an epilogue lowered so (`Lowered.paired`)."""
         ...
@@ -176,6 +181,7 @@ class EqualTiles(Constant):
 
     wide_tail_tiles = False
     mixed_experts = False
+    short_boxes = False
     paired_tiles = False
     tiles_overlap = False
     columns_ahead = False

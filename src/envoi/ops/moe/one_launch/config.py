@@ -16,8 +16,8 @@ _TILE = Config(64, 2, 128, 128, 6, mixed_experts=True)
 _WIDE = replace(_TILE, num_stages=5, wide_tail_tiles=True)
 # Tilings of L1 and L2 that have the same stages, so that one ring serves both, and tiles of as many rows.
 FEW = (
-    replace(_TILE, num_consumers=1, block_k=256, num_stages=4, paired_tiles=True),
-    replace(_TILE, pingpong=True, block_k=256, num_stages=4),
+    replace(_TILE, num_consumers=1, block_k=256, num_stages=4, paired_tiles=True, short_boxes=True),
+    replace(_TILE, pingpong=True, block_k=256, num_stages=4, short_boxes=True),
 )
 WIDE = replace(_WIDE, paired_tiles=True), _WIDE
 SQUARE = replace(_TILE, paired_tiles=True), replace(_TILE, num_store_buffers=2)

@@ -118,11 +118,12 @@ def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> tuple[t
     hidden, down, out, *_descs, operands2, outputs2, _offsets = second[:9]
     row_parts, row_counters, x_sf, gate_up_sf, M, N1, K1, num_experts = first[11:19]
     hidden_sf, down_sf, _, N2, K2 = second[13:18]
+    x_rest, hidden_rest = first[20], second[20]
     row_mode, max_experts = first[-3:-1]
     shift = unit_shift(M, N1, num_experts, planned.first_config)
     arguments = (
         x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
-        offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts,
+        x_rest, hidden_rest, offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts,
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
         UNTRACED,
     )  # fmt: skip

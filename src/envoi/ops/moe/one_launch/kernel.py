@@ -300,7 +300,7 @@ def told_pipelines(first, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr)
 @gluon.jit(do_not_specialize=["unit_shift", "M"])
 def fused_kernel(
     x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
-    hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,
+    hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf, x_rest_desc, hidden_rest_desc,
     offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, trace,
@@ -325,11 +325,11 @@ def fused_kernel(
     epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
     epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
     role_barrier()
-    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
-    consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
+    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, written, trace)
+    consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, None, trace)
     consumer_args = FusedConsumerArgs(consumer1, consumer2, handover)
-    producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
-    producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
+    producer1 = ProducerArgs(x_desc, gate_up_desc, x_rest_desc, pipeline, first, trace)
+    producer2 = ProducerArgs(hidden_desc, down_desc, hidden_rest_desc, next_pipeline, second, trace)
     producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
