@@ -205,6 +205,16 @@ def near_e4m3(x):
 
 
 @triton.jit
+def mxfp8_factors(amax):
+    """Return the scale factor of MXFP8's groups with these `group_amax`, and its inverse; a NaN makes x * inverse NaN.
+
+    amax is within 1e-30 and float32's largest, so that both powers of two are far from the ends of float32.
+    """
+    inverse = e8m0_ceil(divide(amax, 448.0))[1]
+    return (0x7F000000 - inverse.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), inverse
+
+
+@triton.jit
 def cast_back(code, x):
     """Convert code back to float32. code: x cast to E4M3; x: float32 of at most 448."""
     if CASTS_BACK:

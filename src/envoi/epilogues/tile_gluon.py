@@ -21,6 +21,7 @@ def _gluon(function):
 
 minimum, maximum = _gluon(device.minimum), _gluon(device.maximum)
 divide, e4m3, group_amax = _gluon(device.divide), _gluon(device.e4m3), _gluon(device.group_amax)
+mxfp8_factors, near_e4m3 = _gluon(device.mxfp8_factors), _gluon(device.near_e4m3)
 
 
 @gluon.jit
@@ -415,6 +416,13 @@ def times_group(x, factors, GROUP: gl.constexpr):
     cut = gl.reshape(x, (rows, columns // GROUP, GROUP))
     factors = gl.convert_layout(factors, gl.SliceLayout(2, cut.type.layout))
     return gl.convert_layout(gl.reshape(cut * gl.expand_dims(factors, 2), (rows, columns)), x.type.layout)
+
+
+@gluon.jit
+def round_mxfp8(x, magnitudes):
+    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns, by their magnitudes."""
+    factor, inverse = mxfp8_factors(group_amax(group_max(magnitudes, 32)))
+    return times_group(near_e4m3(times_group(x, inverse, 32)), factor, 32)
 
 
 @gluon.jit

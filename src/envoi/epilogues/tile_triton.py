@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
-from envoi.epilogues.device import INTERPRETED, maximum
+from envoi.epilogues.device import INTERPRETED, group_amax, maximum, mxfp8_factors, near_e4m3
 
 
 @triton.jit
@@ -138,6 +138,13 @@ def times_group(x, factors, GROUP: tl.constexpr):
     """Multiply each GROUP columns of x by their factor; factors: [rows, C / GROUP]."""
     cut = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)) * factors[:, :, None]
     return tl.reshape(cut, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def round_mxfp8(x, magnitudes):
+    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns, by their magnitudes."""
+    factor, inverse = mxfp8_factors(group_amax(group_max(magnitudes, 32)))
+    return times_group(near_e4m3(times_group(x, inverse, 32)), factor, 32)
 
 
 @triton.jit

@@ -53,7 +53,7 @@ class FewConfig(Constant):
     prefetches: ask for weights of the group after the next one to be brought into the L2 cache.
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
-    int4: form of INT4 weights, None for MXFP4.
+    int4: form of INT4 weights, None for MXFP4. mxfp8: of `is_l1`, whose rows are rounded to MXFP8.
     """
 
     tile_tokens: int
@@ -72,6 +72,7 @@ class FewConfig(Constant):
     fp8: bool = False
     looks_up: bool = False
     int4: Int4Form | None = None
+    mxfp8: bool = False
 
     @property
     def words_per_step(self) -> int:
@@ -191,6 +192,7 @@ def few_configs(
     fp8: bool = False,
     looks_up: bool = False,
     forms: tuple[Int4Form | None, Int4Form | None] = (None, None),
+    mxfp8: bool = False,
 ) -> tuple[FewConfig, FewConfig]:
     """Return the configs of both GEMMs for so many slots of all tokens."""
     wide = num_slots > WIDE_FROM * num_experts
@@ -201,14 +203,14 @@ def few_configs(
     unrolls = UNROLLED_FP8 if fp8 and not looks_up else UNROLLED
     common = FewConfig(
         8, 4, l1, 0, unroll_of(l1, *unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
-        looks_up=looks_up, int4=forms[0],
+        looks_up=looks_up, int4=forms[0], mxfp8=mxfp8,
     )  # fmt: skip
 
     def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
         first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps)
         second = replace(
             first, num_steps=l2, unroll=unroll_of(l2, *unrolls), is_l1=False, activation="", limit=None, max_slots=0,
-            int4=forms[1],
+            int4=forms[1], mxfp8=False,
         )  # fmt: skip
         room = max(first.own_steps, second.own_steps)
         return replace(first, room_steps=room), replace(second, room_steps=room)

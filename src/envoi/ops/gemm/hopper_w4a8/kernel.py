@@ -306,7 +306,8 @@ def finish(accs, tile, buffers, epilogue):
     """
     T: gl.constexpr = accs[0].shape[1]
     cfg: gl.constexpr = epilogue.problem.cfg
-    if EPILOGUE_TOKENS < T:
+    most: gl.constexpr = EPILOGUE_TOKENS if epilogue.code.chunk_columns < 64 else EPILOGUE_TOKENS // 2
+    if most < T:
         firsts = ()
         seconds = ()
         for r in gl.static_range(len(accs)):
