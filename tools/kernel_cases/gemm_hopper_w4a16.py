@@ -22,7 +22,8 @@ NUM_RANKS = 2  # of a layer whose rows are sent
 OF_RANKS = "many-sent", "widen"
 KERNELS_OF = {
     "permute": ("permute_kernel", 0), "l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("combine_kernel", 0),
-    "gather": ("gather_kernel", 0), "widen": ("widen_kernel", 0), "many-l1": ("w4a8_kernel", 0), "many-l2": ("w4a8_kernel", 1), "many-sent": ("w4a8_kernel", 1),
+    "many-l1": ("w4a8_kernel", 0), "many-l2": ("w4a8_kernel", 1), "many-sent": ("w4a8_kernel", 1),
+    "gather": ("gather_kernel", 0), "widen": ("widen_kernel", 0),
 }  # fmt: skip
 
 
@@ -60,9 +61,10 @@ class Case:
     """One launch of the layer for so many tokens.
 
     kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "gather", "many-l1", "many-l2", "many-sent",
-    which is L2 whose rows go to other places, and "widen", which makes other ranks' rows bf16. nvfp4: of the weights; else they are MXFP4. sizes: hidden, intermediate.
-    fp8: of the tokens, of the kernels for few of them; else they are bf16, or mxfp8's numbers. looks_up: shifts of
-    FP8's weights are far apart. int4: the form of INT4 weights.
+    which is L2 whose rows go to other places, and "widen", which makes other ranks' rows bf16. nvfp4: of the weights;
+    else they are MXFP4. sizes: hidden, intermediate. fp8: of the tokens, of the kernels for few of them; else they are
+    bf16, or MXFP8's numbers with mxfp8. looks_up: shifts of FP8's weights are far apart. int4: the form of INT4
+    weights.
     """
 
     name: str

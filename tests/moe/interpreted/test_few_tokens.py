@@ -7,7 +7,7 @@ import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe.reference import permute, sort_slots
-from envoi.quant import quantize
+from envoi.quant import dequantize, quantize
 from envoi.quant.fp8_fragments import ORDER
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
@@ -74,6 +74,28 @@ def test_rows_are_tokens_by_expert(tokens, experts, k):
     assert float(error.max() if used else 0) <= 2.0**-17
     assert bool((got.routed[used:] == 255).all())
     assert bool(got.routed_factors[used:].isnan().all())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3)])
+def test_mxfp8_rows_are_split_exactly(tokens, experts, k):
+    """But for groups that are far smaller than a row's largest number."""
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=source)
+    x = (x.sign() * x.abs().clamp(min=2**-6) * torch.logspace(-9, 9, tokens)[:, None]).bfloat16()
+    x[:, :32] *= 2.0**-3
+    if tokens > 1:
+        x[-1, 32:64], x[0] = 2.0**-20 * x[-1, 64:96], 0.0
+    ids = torch.randint(0, experts, (tokens, k), generator=source, dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=source)
+    want = permute(x, weights, ids, experts)
+    got = permuted(x, weights, ids, experts, given=replace(layer(experts), mxfp8=True))
+    rows = joined(got, tokens * k) * got.routed_factors[:, None].double() / 32
+    rounded = dequantize(quantize(want.rows, "mxfp8"), torch.float64)
+    assert not torch.equal(rounded, want.rows.double())
+    ordinary = torch.cat((rows[:, :32], rows[:, 64:]), 1), torch.cat((rounded[:, :32], rounded[:, 64:]), 1)
+    assert torch.equal(*ordinary)
+    error = (rows - rounded).abs().amax(1) / rounded.abs().amax(1).clamp(min=1e-30)
+    assert float(error.max()) <= 2.0**-17
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3), (3, 2, 32)])

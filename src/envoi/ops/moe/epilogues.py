@@ -31,8 +31,9 @@ def l1_epilogues(experts: ExpertWeights) -> tuple[Epilogue, Epilogue | None]:
     """Return L1's epilogue within a tile, and one for pairs of tiles, or None.
 
     The first is in the scheme of L2's rows, or in bf16 where a kernel of its own has to quantise. Groups of 32 are
-    quantised in any tile (`l1_output_scheme`), and stored in bf16 where L2 reads them so (`rows_in_bf16`). Groups of 128 take a pair of tiles, where the GEMM has them and they pay
-    (`envoi.ops.moe.choose`): gated, on Hopper, not for few tokens; in one launch always. A scale a row needs the row.
+    quantised in any tile (`l1_output_scheme`), and stored in bf16 where L2 reads them so (`rows_in_bf16`). Groups of
+    128 take a pair of tiles, where the GEMM has them and they pay (`envoi.ops.moe.choose`): gated, on Hopper, not for
+    few tokens; in one launch always. A scale a row needs the row.
     """
     activation, limit, layout = experts.activation, experts.swiglu_limit, experts.gate_up_layout
     has_bias, scheme = experts.gate_up_bias is not None, format_named(experts.format).activations

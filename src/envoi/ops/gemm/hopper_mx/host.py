@@ -43,8 +43,8 @@ def tokens_arguments(
 ) -> tuple[tuple[int, int], tuple]:
     """Return the grid and the arguments of `tokens.widen_kernel`, which writes tokens to `out` as bf16.
 
-    K is in the order that the GEMM has for weights of `bits`; 0: as it is. offsets: int32 [E + 1], None for all rows; rows after
-    offsets[E] are not written.
+    K is in the order that the GEMM has for weights of `bits`; 0: as it is. offsets: int32 [E + 1], None for all rows;
+    rows after offsets[E] are not written.
     """
     M, K = a.shape
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))

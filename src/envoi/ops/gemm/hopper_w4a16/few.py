@@ -1,10 +1,10 @@
 """Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2, which overlap.
 
 The order of the weights says what tokens are. "fragments": bf16, or MXFP8's numbers (`Layer.mxfp8`), split into two
-E4M3, or as they are where weights have zero points. `fp8_fragments.ORDER`: FP8 with a scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal
-exact weights, rows of L1 in bf16 that are quantised bit for bit as `envoi.quant.quantize` does. But sums along K are
-cut where the work is shared out, which depends on the routing, so that bits may differ from those of the kernel for
-many tokens.
+E4M3, or as they are where weights have zero points. `fp8_fragments.ORDER`: FP8 with a scale each, as in
+`envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal exact weights, rows of L1 in bf16 that are quantised bit for bit
+as `envoi.quant.quantize` does. But sums along K are cut where the work is shared out, which depends on the routing, so
+that bits may differ from those of the kernel for many tokens.
 """
 
 from dataclasses import dataclass

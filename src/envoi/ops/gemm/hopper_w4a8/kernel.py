@@ -45,7 +45,7 @@ from envoi.runtime.aggregate import aggregate
 from envoi.runtime.ring import Ring
 from envoi.runtime.triton_compat import role_barrier, tma_load
 
-EPILOGUE_TOKENS = gl.constexpr(64)  # of one run of the epilogue
+EPILOGUE_TOKENS, EPILOGUE_TOKENS_IN_GROUPS = gl.constexpr(64), gl.constexpr(32)  # of one run of the epilogue
 
 
 class Sources(NamedTuple):
@@ -306,7 +306,8 @@ def finish(accs, tile, buffers, epilogue):
     """
     T: gl.constexpr = accs[0].shape[1]
     cfg: gl.constexpr = epilogue.problem.cfg
-    most: gl.constexpr = EPILOGUE_TOKENS if epilogue.code.chunk_columns < 64 else EPILOGUE_TOKENS // 2
+    # Of more, factors of groups and what waits for them would be spilled.
+    most: gl.constexpr = EPILOGUE_TOKENS if epilogue.code.chunk_columns < 16 else EPILOGUE_TOKENS_IN_GROUPS
     if most < T:
         firsts = ()
         seconds = ()
