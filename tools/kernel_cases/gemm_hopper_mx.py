@@ -40,7 +40,9 @@ KERNELS = (
         for case in CASES
     ),
     *(
-        case_of(f"mx-tokens-{bits}", ABOUT_TOKENS, HOPPER, Layer(format, 512, intermediate=NOT_IN_TILES), "widen_kernel")
+        case_of(
+            f"mx-tokens-{bits}", ABOUT_TOKENS, HOPPER, Layer(format, 512, intermediate=NOT_IN_TILES), "widen_kernel"
+        )
         for bits, format in ((4, "mxfp4_mxfp8"), (8, "mxfp8"))
     ),
 )
