@@ -205,13 +205,17 @@ def near_e4m3(x):
 
 
 @triton.jit
-def mxfp8_factors(amax):
-    """Return the scale factor of MXFP8's groups with these `group_amax`, and its inverse; a NaN makes x * inverse NaN.
+def mxfp8_factors(largest):
+    """Return the scale factors of MXFP8's groups, NaN where a number isn't finite, and the inverses of those that are.
 
-    amax is within 1e-30 and float32's largest, so that both powers of two are far from the ends of float32.
+    largest: int32, the bits of the largest magnitude of a group; as integers they compare as numbers do, NaN above all.
+    A factor is the least power of two >= largest / 448, and 448 is 1.75 * 2^8: the next one where the fraction is more.
     """
-    inverse = e8m0_ceil(divide(amax, 448.0))[1]
-    return (0x7F000000 - inverse.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), inverse
+    largest = tl.minimum(tl.maximum(largest, 0x0DA24260), 0x7F800000)  # AMAX_FLOOR, infinity
+    power = (largest + 0x1FFFFF) & 0x7F800000  # of two, 2^8 times the factor
+    factor = tl.where(power == 0x7F800000, 0x7FC00000, power - 0x04000000)
+    inverse = -0x7D000000 - power  # exponents of both, with the 8, are 262 in all
+    return factor.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -419,10 +419,14 @@ def times_group(x, factors, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def round_mxfp8(x, magnitudes):
-    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns, by their magnitudes."""
-    factor, inverse = mxfp8_factors(group_amax(group_max(magnitudes, 32)))
-    return times_group(near_e4m3(times_group(x, inverse, 32)), factor, 32)
+def round_mxfp8(x):
+    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    groups = gl.reshape(x, (rows, columns // 32, 32))
+    factor, inverse = mxfp8_factors(gl.max(groups.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+    rounded = near_e4m3(groups * gl.expand_dims(inverse, 2)) * gl.expand_dims(factor, 2)
+    return gl.convert_layout(gl.reshape(rounded, (rows, columns)), x.type.layout)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
-from envoi.epilogues.device import INTERPRETED, group_amax, maximum, mxfp8_factors, near_e4m3
+from envoi.epilogues.device import INTERPRETED, maximum, mxfp8_factors, near_e4m3
 
 
 @triton.jit
@@ -141,10 +141,12 @@ def times_group(x, factors, GROUP: tl.constexpr):
 
 
 @triton.jit
-def round_mxfp8(x, magnitudes):
-    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns, by their magnitudes."""
-    factor, inverse = mxfp8_factors(group_amax(group_max(magnitudes, 32)))
-    return times_group(near_e4m3(times_group(x, inverse, 32)), factor, 32)
+def round_mxfp8(x):
+    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns."""
+    groups = tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32))
+    factor, inverse = mxfp8_factors(tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2))
+    rounded = near_e4m3(groups * inverse[:, :, None]) * factor[:, :, None]
+    return tl.reshape(rounded, (x.shape[0], x.shape[1]))
 
 
 @triton.jit

@@ -84,7 +84,7 @@ class Writer:
         if node.op == "softmax":
             return self._softmax(node)
         if node.op == "round_mxfp8":
-            return f"round_mxfp8(v{node.args[0]}, {self._magnitude(node)})"
+            return f"round_mxfp8(v{node.args[0]})"  # of columns from N on there are whole groups
         args = [self._arg(arg, node.shape, self._is_apart(arg, node)) for arg in node.args]
         divisor = self.ir.nodes[node.args[1]] if node.op == "div" else node
         if divisor.op == "constant" and LEAST_DIVISOR < abs(divisor.attribute("value")) < 1 / LEAST_DIVISOR:

@@ -246,8 +246,7 @@ def gather_kernel(
     if rows_sf is not None:
         x, sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
     elif GROUP > 0:
-        x = widen(x)
-        x = bf16(round_mxfp8(x, tl.abs(x)))
+        x = bf16(round_mxfp8(widen(x)))
     for s in range(k):
         pos = tl.load(slot_to_pos + m * k + s)
         if pos >= 0:

@@ -18,7 +18,7 @@ SM_WARPS = 16  # that 128 registers a thread leave room for
 # Tokens of a tile and warps of a CTA. The first that fills an SM is taken: tokens' whole K is in shared memory, so that
 # where they are wide fewer CTAs fit, of more warps. Tiles of 16 by 4 warps are slower.
 TILES = (16, 8), (16, 16), (8, 4), (8, 8), (8, 16)
-LATE = 2  # steps of five, in tiles of 16
+LATE, LATE_MXFP8 = 2, 1  # steps of five, in tiles of 16; for tokens of one E4M3, with two registers are spilled
 LATE_INT4 = {(1, True): 1, (1, False): 1, (2, True): 3, (2, False): 2}  # by words of factors a step, and whether L1
 LATE_BF16 = {1: 1, 2: 2}  # by words of factors a step: with fewer, registers are spilled
 SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16
@@ -53,7 +53,7 @@ class FewConfig(Constant):
     prefetches: ask for weights of the group after the next one to be brought into the L2 cache.
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
-    int4: form of INT4 weights, None for MXFP4. mxfp8: of `is_l1`, whose rows are rounded to MXFP8.
+    int4: form of INT4 weights, None for MXFP4. mxfp8: tokens are MXFP8's numbers, so that one E4M3 holds them.
     """
 
     tile_tokens: int
@@ -210,7 +210,7 @@ def few_configs(
         first = replace(common, tile_tokens=tile_tokens, num_warps=num_warps)
         second = replace(
             first, num_steps=l2, unroll=unroll_of(l2, *unrolls), is_l1=False, activation="", limit=None, max_slots=0,
-            int4=forms[1], mxfp8=False,
+            int4=forms[1],
         )  # fmt: skip
         room = max(first.own_steps, second.own_steps)
         return replace(first, room_steps=room), replace(second, room_steps=room)
@@ -230,7 +230,9 @@ def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
     if config.bf16 and wide:
         return replace(config, late=LATE_BF16[config.words_per_step])
     if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
-        return replace(config, late=LATE if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1])
+        of_mxfp4 = LATE_MXFP8 if config.mxfp8 else LATE
+        late = of_mxfp4 if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1]
+        return replace(config, late=late)
     spills = config.bf16 and config.words_per_step == 2
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not spills and not is_short)

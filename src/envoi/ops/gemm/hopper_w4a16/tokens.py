@@ -79,7 +79,7 @@ def permute_kernel(
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
     row_factors: None, and rows are the tokens, [num_tokens * K, width] of their dtype.
-    MXFP8: tokens are rounded to it before they are split.
+    MXFP8: tokens are rounded to it before; then low would be 0, and isn't written.
     ON_GPU: it casts to E4M3 itself, and the next kernel may start before this one ends; not in the interpreter.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
@@ -120,8 +120,7 @@ def permute_kernel(
         else:
             x = widen(x)
             if MXFP8:
-                x = tl.reshape(x, (1, WIDTH))
-                x = round_mxfp8(x, tl.abs(x))
+                x = round_mxfp8(tl.reshape(x, (1, WIDTH)))
             x = tl.reshape(x, (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
             x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
             high, low, factor = split_token(x, ON_GPU)
@@ -132,4 +131,5 @@ def permute_kernel(
                 if row >= 0:
                     at = rows + row.to(tl.int64) * (2 * width) + place
                     tl.store(at, high, mask=c < width)
-                    tl.store(at + GROUP, low, mask=c < width)
+                    if not MXFP8:
+                        tl.store(at + GROUP, low, mask=c < width)

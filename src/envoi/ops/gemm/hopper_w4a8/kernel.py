@@ -45,7 +45,8 @@ from envoi.runtime.aggregate import aggregate
 from envoi.runtime.ring import Ring
 from envoi.runtime.triton_compat import role_barrier, tma_load
 
-EPILOGUE_TOKENS, EPILOGUE_TOKENS_IN_GROUPS = gl.constexpr(64), gl.constexpr(32)  # of one run of the epilogue
+EPILOGUE_TOKENS = gl.constexpr(64)  # of one run of the epilogue; half as many where it finds the largest of a group
+GROUPED_COLUMNS = gl.constexpr(16)  # of a chunk, from which on it does
 
 
 class Sources(NamedTuple):
@@ -306,8 +307,7 @@ def finish(accs, tile, buffers, epilogue):
     """
     T: gl.constexpr = accs[0].shape[1]
     cfg: gl.constexpr = epilogue.problem.cfg
-    # Of more, factors of groups and what waits for them would be spilled.
-    most: gl.constexpr = EPILOGUE_TOKENS if epilogue.code.chunk_columns < 16 else EPILOGUE_TOKENS_IN_GROUPS
+    most: gl.constexpr = EPILOGUE_TOKENS // 2 if epilogue.code.chunk_columns >= GROUPED_COLUMNS else EPILOGUE_TOKENS
     if most < T:
         firsts = ()
         seconds = ()
@@ -316,7 +316,9 @@ def finish(accs, tile, buffers, epilogue):
             firsts = firsts + (first,)
             seconds = seconds + (second,)
         finish(firsts, tile, buffers, epilogue)
-        if tile.y + T // 2 < tile.row_end:
+        if T <= EPILOGUE_TOKENS:  # also where there are none: with one more branch ptxas puts all products in line
+            finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
+        elif tile.y + T // 2 < tile.row_end:
             finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
     else:
         x = by_token(accs[0])
