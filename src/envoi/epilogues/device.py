@@ -211,10 +211,10 @@ def mxfp8_factors(largest):
     largest: int32, the bits of the largest magnitude of a group; as integers they compare as numbers do, NaN above all.
     A factor is the least power of two >= largest / 448, and 448 is 1.75 * 2^8: the next one where the fraction is more.
     """
-    largest = tl.minimum(tl.maximum(largest, 0x0DA24260), 0x7F800000)  # AMAX_FLOOR, infinity
-    power = (largest + 0x1FFFFF) & 0x7F800000  # of two, 2^8 times the factor
-    factor = tl.where(power == 0x7F800000, 0x7FC00000, power - 0x04000000)
-    inverse = -0x7D000000 - power  # exponents of both, with the 8, are 262 in all
+    largest = tl.where(largest >= 0x7F800000, 0x7FFFFFFF, tl.maximum(largest, 0x0DA24260))  # AMAX_FLOOR
+    factor = (largest - 0x03E00001) & 0x7F800000  # 2^8 less, and rounded up from fractions above 0.75
+    inverse = 0x7F000000 - factor
+    factor = tl.where(factor == 0x7C000000, 0x7FC00000, factor)  # 2^121, which no finite number has
     return factor.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 

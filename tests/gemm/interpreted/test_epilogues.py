@@ -191,6 +191,27 @@ def test_a_value_rounded_to_mxfp8_is_computed_with():
         gemm(a, b[:24], difference)
 
 
+def test_factors_of_mxfp8_at_their_boundaries():
+    """448 times a power of two and its neighbours, float32's ends, the least factor, what isn't finite."""
+
+    def rounded(acc, t: Tile):
+        return round_mxfp8(t + acc)
+
+    up, down = torch.tensor(torch.inf), torch.tensor(0.0)
+    edges = [448.0 * torch.tensor(2.0) ** n for n in (-135, -109, -108, -20, 0, 1, 100, 119)]
+    edges += [torch.finfo(torch.float32).max, 1.9375 * 2.0**127, 1e-30, 2.0**-149, 0.0, torch.inf, torch.nan]
+    edges = torch.tensor([float(x) for x in edges])
+    tops = torch.cat((edges, torch.nextafter(edges, up), torch.nextafter(edges, down)))
+    x = normal(len(tops), 32)
+    x = (x / x.abs().amax(1, keepdim=True)).clamp(-0.99, 0.99) * tops[:, None].nan_to_num(1.0, 1.0)
+    x[:, 7] = -tops
+    (got,) = run(torch.zeros(len(x), 16), torch.zeros(32, 16), epilogue(rounded), t=x)
+    want = dequantize(cast_to(x, "mxfp8"))
+    assert bool(want.isinf().any()) and bool(want.isnan().any()) and bool((want[:, 7] == x[:, 7]).any())
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(0.0, torch.inf, -torch.inf), want.nan_to_num(0.0, torch.inf, -torch.inf))
+
+
 @pytest.mark.parametrize("layout", ["interleaved", "concat"])
 def test_rows_rounded_first_have_the_bits_of_rows_quantised_later(layout):
     offsets = [0, 3, 3, 11, 17]

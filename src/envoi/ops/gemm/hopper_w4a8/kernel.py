@@ -316,9 +316,8 @@ def finish(accs, tile, buffers, epilogue):
             firsts = firsts + (first,)
             seconds = seconds + (second,)
         finish(firsts, tile, buffers, epilogue)
-        if T <= EPILOGUE_TOKENS:  # also where there are none: with one more branch ptxas puts all products in line
-            finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
-        elif tile.y + T // 2 < tile.row_end:
+        # Of few tokens the second half is never left out: with one more branch ptxas would put all products in line.
+        if T <= EPILOGUE_TOKENS or tile.y + T // 2 < tile.row_end:
             finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
     else:
         x = by_token(accs[0])
