@@ -262,7 +262,7 @@ def expert_rows(
     """Return the rows [P, H] of one expert, each times its weight [P, 1], rounded to bf16."""
     limit = 7.0 if given.limit is None and given.activation == "swiglu_oai" else given.limit
     scheme = FORMATS[given.format][0]
-    split = device.gpu and given.format == "mxfp4"
+    split = device.gpu and given.format in ("mxfp4", "mxfp4_mxfp8")
     coarse = split or (device.gpu and scheme in COARSE)
     arithmetic = Arithmetic(device.gpu, coarse, 16 + 3 * (x.shape[1] // 128))
     acc = approx.matmul(x, gate_up, arithmetic, lost(x, x.shape[1]) if split else None)

@@ -5,7 +5,7 @@ import torch
 from envoi.ops.moe import reference
 from envoi.ops.moe.permute import combine_rows, gather_rows, quantize_rows, sort_slots
 from envoi.ops.moe.reference import permute, take_rows
-from envoi.quant import FORMATS, SCHEMES, format_named, quantize
+from envoi.quant import FORMATS, SCHEMES, dequantize, format_named, quantize
 from envoi.types import Matrix, QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 
@@ -49,6 +49,20 @@ def judge_gathered(tokens: torch.Tensor, ids: torch.Tensor, experts: int, format
     assert_same_bits(row_weights[:used], want.topk_weights)
     assert bool(row_weights[used:].isnan().all())
     return rows, used
+
+
+def judge_kept_in_bf16(tokens: torch.Tensor, ids: torch.Tensor, experts: int) -> None:
+    """Judge rows of MXFP8's numbers in bf16, some of tokens that are zero, NaN and infinite."""
+    tokens[2], tokens[3, 5], tokens[4, 9] = 0.0, torch.nan, torch.inf
+    given = tokens, torch.rand(ids.shape).to(ids.device), sort_slots(ids, experts), SCHEMES["mxfp8"]
+    (rows, row_weights), (kept, kept_weights) = gather_rows(*given), gather_rows(*given, in_bf16=True)
+    assert isinstance(rows, QuantTensor) and isinstance(kept, torch.Tensor)
+    used = int((ids >= 0).sum())
+    want = dequantize(rows)[:used]
+    assert kept.dtype == torch.bfloat16 and want.isnan().any() and 0 < used < len(kept)
+    assert_same_bits(kept[:used].float().nan_to_num(-1.0) + 0.0, want.nan_to_num(-1.0) + 0.0)
+    assert_same_bits(kept_weights, row_weights)
+    assert bool((kept[used:].view(torch.uint8) == 255).all())
 
 
 def judge_quantised(rows: torch.Tensor, offsets: list[int], scheme: str) -> torch.Tensor:

@@ -38,7 +38,8 @@ BOUNDARIES = [
     ("fp8_block128", 768 * 32 - 1, hopper("hopper", in_pairs=True)), ("fp8_block128", 768 * 32, ONE_LAUNCH),
     ("mxfp4", 16 * 32, DECODE_MX), ("mxfp4", 16 * 32 + 1, W4A16),
     ("mxfp4_fp8", 6 * 32, DECODE_MX), ("mxfp4_fp8", 6 * 32 + 1, W4A8),
-    ("mxfp8", 1, MX), ("mxfp4_mxfp8", 4096, MX), ("nvfp4", 1, W4A16), ("nvfp4", 4096, W4A16),
+    ("mxfp4_mxfp8", 16 * 32, DECODE_MX), ("mxfp4_mxfp8", 16 * 32 + 1, W4A16),
+    ("mxfp8", 1, MX), ("nvfp4", 1, W4A16), ("nvfp4", 4096, W4A16),
 ]  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def test_tokens_too_wide_for_tiles_of_16_are_few_up_to_4_rows_an_expert(format, 
     ("format", "sizes", "activation", "want"),
     [
         ("mxfp4", (96, 64, 4), "swiglu", MX),  # no whole fragments
+        ("mxfp4_mxfp8", (96, 64, 4), "swiglu", MX),
         ("mxfp4", (128, 64, 4), "geglu", W4A16),
         ("mxfp4", (16384, 64, 4), "swiglu", W4A16),  # tokens too wide for shared memory
         ("mxfp4", (64, 64, 513), "swiglu", W4A16),

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.epilogues.library import store
+from envoi.epilogues.library import expert_l1, store
 from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.ops.gemm.hopper_w4a8.config import TILES, config_of, fitted
 from envoi.ops.gemm.hopper_w4a16 import few, many
@@ -18,7 +18,7 @@ from envoi.ops.moe import moe, pack, unpack
 from envoi.ops.moe.choose import DECODE_MX_ACTIVATIONS
 from envoi.ops.moe.experts import run_experts, run_layer
 from envoi.ops.moe.permute import gather_rows, sort_slots
-from envoi.quant import dequantize, quantize
+from envoi.quant import SCHEMES, dequantize, format_named, quantize
 from envoi.quant.fp8_fragments import LEAST_SHIFT, SPREAD, to_fp8_fragments
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing
@@ -44,10 +44,17 @@ from tools.oracles.moe import activate, moe_oracle
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 
-ORDERS = {"mxfp4": "fragments", "mxfp4_fp8": "fp8_fragments", "nvfp4": "fragments"}
+ORDERS = {"mxfp4": "fragments", "mxfp4_fp8": "fp8_fragments", "mxfp4_mxfp8": "fragments", "nvfp4": "fragments"}
 # Sums of FP8 products keep 14 bits, which now and then moves a number of L1's rows to the next of E4M3.
 # One of a single token's few rows weighs most: a number's next is 1/16 of it.
 MOST_FP8 = 3e-2  # tokens and rows in FP8 alone: 4.5e-2
+# By products of bf16 hardly a number is moved.
+MOST_ROUNDED = {
+    "mxfp4_fp8 few": MOST_FP8,
+    "mxfp4_fp8 many": MOST_FP8,
+    "mxfp4_mxfp8 few": MOST_FP8,
+    "mxfp4_mxfp8 many": 1e-2,
+}
 # Powers of two and their neighbours; K in whole groups of steps, and not; one step of K; more K than fits twice.
 SIZES = [
     (2880, 2880), (2048, 1408), (1408, 2880), (2048, 768), (1536, 1536), (64, 64), (128, 192), (704, 576), (4096, 1536),
@@ -63,8 +70,13 @@ class Kernels:
     which: str
     ran: list[str] = field(default_factory=list)
 
+    @property
+    def most(self) -> float:
+        """Most that the error may be to float64 with tokens and L1's rows rounded alike; 0 where they aren't."""
+        return MOST_ROUNDED.get(f"{self.format} {self.which}", 0.0)
 
-@pytest.fixture(params=["mxfp4 few", "mxfp4 many", "mxfp4_fp8 few", "mxfp4_fp8 many", "nvfp4 many"])
+
+@pytest.fixture(params=["mxfp4 few", "mxfp4 many", *MOST_ROUNDED, "nvfp4 many"])
 def kernels(request, monkeypatch) -> Kernels:
     """Have these kernels run, whatever the number of rows."""
     made = Kernels(*request.param.split())
@@ -83,6 +95,8 @@ def rounded_oracle(layer: Layer, packed: ExpertWeights) -> torch.Tensor:
     out = torch.zeros(layer.tokens.shape, dtype=torch.float64, device="cuda")
 
     def in_fp8(rows: torch.Tensor) -> torch.Tensor:
+        if packed.format == "mxfp4_mxfp8":
+            return dequantize(quantize(rows, "mxfp8"), torch.float64)
         return dequantize(quantize(rows.bfloat16(), "fp8_row"), torch.float64)
 
     for expert in range(packed.num_local_experts):
@@ -99,7 +113,7 @@ def rounded_oracle(layer: Layer, packed: ExpertWeights) -> torch.Tensor:
 
 
 def oracle_of(layer: Layer, packed: ExpertWeights) -> torch.Tensor:
-    if packed.format == "mxfp4_fp8":
+    if packed.format in ("mxfp4_fp8", "mxfp4_mxfp8"):
         return rounded_oracle(layer, packed)
     return moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
 
@@ -110,8 +124,8 @@ def outputs(layer: Layer, kernels: Kernels, packed: ExpertWeights | None = None)
     got = moe(layer.tokens, layer.routing, packed)
     # A call like an earlier one is launched again without a call of theirs.
     assert set(kernels.ran) == {kernels.which if layer.activation in DECODE_MX_ACTIVATIONS else "many"}
-    if packed.format == "mxfp4_fp8":
-        assert relative_error(got, rounded_oracle(layer, packed)) <= MOST_FP8
+    if kernels.most:
+        assert relative_error(got, rounded_oracle(layer, packed)) <= kernels.most
         return got
     return judged(got, layer, packed)
 
@@ -178,7 +192,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others_numbers(kernels):
     assert_others_keep_their_bits(layer, layer.pack(kernels.format))
 
 
-@pytest.mark.parametrize("kernels", ["mxfp4 few", "mxfp4 many", "mxfp4_fp8 few", "mxfp4_fp8 many"], indirect=True)
+@pytest.mark.parametrize("kernels", ["mxfp4 few", "mxfp4 many", *MOST_ROUNDED], indirect=True)
 def test_tokens_of_very_different_sizes(kernels):
     layer = on_gpu(make(tokens=24, hidden=512, intermediate=256))
     layer.tokens *= torch.logspace(-12, 6, 24, device="cuda")[:, None].bfloat16()
@@ -186,7 +200,7 @@ def test_tokens_of_very_different_sizes(kernels):
     got, want = outputs(layer, kernels, packed), oracle_of(layer, packed)
     used = (layer.routing.topk_ids >= 0).any(1)
     errors = (got[used] - want[used]).norm(dim=1) / want[used].norm(dim=1)
-    assert float(errors.max()) < 3 * (MOST_FP8 if packed.format == "mxfp4_fp8" else MOST)
+    assert float(errors.max()) < 3 * (kernels.most or MOST)
 
 
 @pytest.mark.parametrize(("kernels", "group"), [("mxfp4 many", 32), ("nvfp4 many", 16)], indirect=["kernels"])
@@ -203,9 +217,47 @@ def test_mxfp4_that_cannot_be_put_into_the_order_stays_right():
     large = on_gpu(make(tokens=40, hidden=512, intermediate=128))
     large = replace(large, gate_up=large.gate_up * 2.0**20)  # factors above 2
     for layer in (wide, large):
-        packed = layer.pack("mxfp4")
-        assert packed.order == "rows"
-        assert relative_error(moe(layer.tokens, layer.routing, packed), oracle_of(layer, packed)) <= MOST
+        for format, most in (("mxfp4", MOST), ("mxfp4_mxfp8", 1e-2)):
+            packed = layer.pack(format)
+            assert packed.order == "rows"
+            assert relative_error(moe(layer.tokens, layer.routing, packed), oracle_of(layer, packed)) <= most
+
+
+# MXFP8's numbers in bf16
+
+
+def test_rows_of_other_ranks_in_mxfp8_have_the_bits_of_rows_in_bf16():
+    layer = on_gpu(make(tokens=200, hidden=512, intermediate=256, bias=True))
+    packed, slots = layer.pack("mxfp4_mxfp8"), sort_slots(layer.routing.topk_ids, 8)
+    given = layer.tokens, layer.routing.topk_weights, slots, SCHEMES["mxfp8"]
+    (rows, weights), (kept, _) = gather_rows(*given), gather_rows(*given, in_bf16=True)
+    used = int(slots.offsets[-1])
+    assert 0 < used < len(weights)
+    got, want = (run_experts(x, weights, slots.offsets, packed)[:used] for x in (rows, kept))
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("tile", [tile[:2] for tile in TILES["bf16"]])
+def test_rows_of_l1_have_all_numbers_of_mxfp8(tile):
+    """Also NaN and infinite ones, small and large ones."""
+    rows, H, inside = 150, 320, 192
+    tokens = torch.randn(rows, H, device="cuda").bfloat16()
+    tokens[7, 3], tokens[8] = torch.nan, 0.0
+    weight = torch.logspace(-36, 30, rows, device="cuda")
+    weight[20] = torch.inf
+    gate_up = to_fragments(replace(random_mxfp4(3, 2 * inside, H, (110, 124)), scales_at_most_2=True))
+    offsets = torch.tensor([0, 1, 1, rows - 2], dtype=torch.int32, device="cuda")
+    config = fitted(config_of(*tile, H, 3))
+
+    def ran(in_bf16: bool) -> list[torch.Tensor]:
+        ir = expert_l1("swiglu", 7.0, False, "mxfp8", in_bf16=in_bf16).ir
+        outputs = many.run_gemm(tokens, gate_up, offsets, ir, torch.bfloat16, {"weight": weight}, EXPERTS_ROWS, config)
+        return [part[: rows - 2] for part in outputs]
+
+    (got,), (values, sf) = ran(True), ran(False)
+    want = dequantize(QuantTensor(values, sf, (1, 32)))
+    assert bool(want.isnan().any(1)[[7, 20]].all())
+    assert_same_bits(got.float().nan_to_num(-1.0) + 0.0, want.nan_to_num(-1.0) + 0.0)
 
 
 # FP8 tokens
@@ -232,14 +284,14 @@ def test_factors_far_apart(spread, kernels):
     outputs(layer, kernels, packed)
 
 
-@pytest.mark.parametrize("kernels", ["mxfp4_fp8 few", "mxfp4_fp8 many"], indirect=True)
+@pytest.mark.parametrize("kernels", MOST_ROUNDED, indirect=True)
 def test_the_number_of_tokens_does_not_matter_if_batch_invariant(kernels):
     layer = on_gpu(make(tokens=500, hidden=512, intermediate=256, masked=0.0))
-    packed = layer.pack("mxfp4_fp8")
+    packed = layer.pack(kernels.format)
     whole = moe(layer.tokens, layer.routing, packed, batch_invariant=True)
     assert_parts_have_its_bits(layer, packed, whole, (9,), batch_invariant=True)
     assert "few" not in kernels.ran
-    assert relative_error(whole, rounded_oracle(layer, packed)) <= MOST_FP8
+    assert relative_error(whole, rounded_oracle(layer, packed)) <= kernels.most
 
 
 def assert_parts_have_its_bits(layer: Layer, packed: ExpertWeights, whole: torch.Tensor, counts, **options) -> None:
@@ -358,7 +410,7 @@ def experts_of(format: str, hidden: int, intermediate: int, spread: int = 2) -> 
 
 
 def format_of(case: cases.Case) -> str:
-    return "mxfp4_fp8" if case.fp8 else "nvfp4" if case.nvfp4 else "mxfp4"
+    return "mxfp4_fp8" if case.fp8 else "mxfp4_mxfp8" if case.mxfp8 else "nvfp4" if case.nvfp4 else "mxfp4"
 
 
 def call(tokens: int, experts: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
@@ -373,28 +425,30 @@ def call(tokens: int, experts: ExpertWeights) -> tuple[torch.Tensor, torch.Tenso
 def launched(format: str) -> dict[str, str]:
     """Return what runs on gpt-oss-20b's layer and on others, for the numbers of tokens that the registry has."""
     found: dict[str, str] = {}
-    own = [case for case in cases.CASES if format_of(case) == format]
+    own = [case for case in CASES if format_of(case) == format]
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
-        if format == "mxfp4_fp8":
-            for sizes, looks_up in sorted({(case.sizes, case.looks_up) for case in own}):
-                experts = experts_of(format, *sizes, *((SPREAD,) if looks_up else ()))
-                for tokens in sorted({c.num_tokens for c in own if (c.sizes, c.looks_up) == (sizes, looks_up)}):
-                    call(tokens, experts)
-            return found
-        experts = experts_of(format, 2880, 2880)
-        for tokens in sorted({case.num_tokens for case in own}):
-            x, ids = call(tokens, experts)
-        if format == "mxfp4":
-            call(64, experts_of(format, *cases.OTHER_SIZES))
-            sent = torch.full((16384, 2880), torch.nan, device="cuda", dtype=torch.bfloat16)
-            to = sent.data_ptr() + 2 * 2880 * torch.arange(16384, device="cuda")
-            row_map = sort_slots(ids, 32)
-            rows, weights = gather_rows(x, torch.rand(len(x), 4, device="cuda"), row_map, None)
-            run_experts(rows, weights, row_map.offsets, experts, replace(EXPERTS_ROWS, to=to))
-            assert_same_bits(sent, run_experts(rows, weights, row_map.offsets, experts))
+        for sizes, looks_up in sorted({(case.sizes, case.looks_up) for case in own}):
+            experts = experts_of(format, *sizes, *((SPREAD,) if looks_up else ()))
+            for tokens in sorted({c.num_tokens for c in own if (c.sizes, c.looks_up) == (sizes, looks_up)}):
+                x, ids = call(tokens, experts)
+                if tokens == 4096 and format in ("mxfp4", "mxfp4_mxfp8"):
+                    sent_and_widened(x, ids, experts)
     return found
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def sent_and_widened(x: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights) -> None:
+    """Run a layer's experts on rows as other ranks send them, and store theirs at addresses."""
+    sent = torch.full((ids.numel(), experts.hidden), torch.nan, device="cuda", dtype=torch.bfloat16)
+    to = sent.data_ptr() + 2 * experts.hidden * torch.arange(len(sent), device="cuda")
+    row_map, scheme = sort_slots(ids, 32), format_named(experts.format).activations
+    rows, weights = gather_rows(x, torch.rand(ids.shape, device="cuda"), row_map, scheme)
+    run_experts(rows, weights, row_map.offsets, experts, replace(EXPERTS_ROWS, to=to))
+    assert_same_bits(sent, run_experts(rows, weights, row_map.offsets, experts))
+
+
+CASES = [case for case in cases.CASES if case.int4 is None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_what_runs_is_what_was_counted(case):
     assert_same_code(case.title, cases.launch_of(case), launched(format_of(case)))

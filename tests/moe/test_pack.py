@@ -49,9 +49,10 @@ def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermed
     assert pack(gate_up, down, "mxfp4").order == order
     assert pack(gate_up, down, "mxfp4_fp8").order == order.replace("fragments", "fp8_fragments")
     assert pack(gate_up * 2.0**20, down, "mxfp4_fp8").order == order.replace("fragments", "fp8_fragments")
-    assert pack(gate_up, down, "mxfp4_mxfp8").order == "rows"
+    assert pack(gate_up, down, "mxfp4_mxfp8").order == order
     assert pack(gate_up, down, "bf16").order == "rows"
-    assert pack(gate_up * 2.0**20, down, "mxfp4").order == "rows"  # factors above 2
+    for format in ("mxfp4", "mxfp4_mxfp8"):
+        assert pack(gate_up * 2.0**20, down, format).order == "rows"  # factors above 2
     assert pack(gate_up * 2.0**20, down, "nvfp4").order == order
     gate_up[0, 0, 0] = torch.nan
     assert pack(gate_up, down, "nvfp4").order == "rows"  # a factor is NaN
@@ -60,6 +61,7 @@ def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermed
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4_mxfp8"])
 def test_a_hopper_gpu_reads_factors_where_they_are(format, packs_for_hopper):
     gate_up, down = weights(256, 384)  # 8 and 12 factors a row
+    gate_up *= 2.0**20  # factors above 2, so that MXFP4 stays by rows
     packed = pack(gate_up, down, format)
     for weight, given in ((packed.gate_up, interleave_gate_up(gate_up)), (packed.down, down)):
         assert factor_words(weight.sf).data_ptr() == weight.sf.data_ptr()

@@ -84,7 +84,7 @@ class Sizes:
 
 
 # Formats of layers that have kernels for few tokens, which add up in another order.
-WITH_FEW = ("mxfp4", "mxfp4_fp8", "int4")
+WITH_FEW = ("mxfp4", "mxfp4_fp8", "mxfp4_mxfp8", "int4")
 
 # Epilogues by name, and whether they take a weight for each row.
 _ENDINGS = {

@@ -19,9 +19,11 @@ OTHER_SIZES = 4096, 1536  # in tiles of 16 tokens weights are requested in anoth
 LARGE_SIZES = 7168, 2048  # an SM has one CTA of 16 warps
 SMALL_SIZES = 2048, 768  # a kernel that an assembler got wrong, for more than 128 slots: `machine_code.operands`
 NUM_RANKS = 2  # of a layer whose rows are sent
+OF_RANKS = "many-sent", "widen"
 KERNELS_OF = {
     "permute": ("permute_kernel", 0), "l1": ("few_kernel", 0), "l2": ("few_kernel", 1), "sum": ("combine_kernel", 0),
     "many-l1": ("w4a8_kernel", 0), "many-l2": ("w4a8_kernel", 1), "many-sent": ("w4a8_kernel", 1),
+    "gather": ("gather_kernel", 0), "widen": ("widen_kernel", 0),
 }  # fmt: skip
 
 
@@ -58,10 +60,11 @@ class Int4Layer(Layer):
 class Case:
     """One launch of the layer for so many tokens.
 
-    kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "many-l1", "many-l2", "many-sent", which is
-    L2 whose rows go to other places. nvfp4: of the weights; else they are MXFP4. sizes: hidden, intermediate.
-    fp8: of the tokens, of the kernels for few of them; else they are bf16. looks_up: shifts of their weights are far
-    apart. int4: the form of INT4 weights.
+    kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "gather", "many-l1", "many-l2", "many-sent",
+    which is L2 whose rows go to other places, and "widen", which makes other ranks' rows bf16. nvfp4: of the weights;
+    else they are MXFP4. sizes: hidden, intermediate. fp8: of the tokens, of the kernels for few of them; else they are
+    bf16, or MXFP8's numbers with mxfp8. looks_up: shifts of FP8's weights are far apart. int4: the form of INT4
+    weights.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Case:
     fp8: bool = False
     looks_up: bool = False
     int4: Int4 | None = None
+    mxfp8: bool = False
 
     @property
     def title(self) -> str:
@@ -126,6 +130,20 @@ CASES = (
     Case("few-l1-16-7168", "l1", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l2-16-2048", "l2", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
+    Case("mxfp8-permute", "permute", 16, mxfp8=True),
+    Case("mxfp8-permute-2048", "permute", 64, sizes=SMALL_SIZES, mxfp8=True),
+    Case("mxfp8-few-l1-ids", "l1", 1, mxfp8=True),
+    Case("mxfp8-few-l1", "l1", 16, mxfp8=True),
+    Case("mxfp8-few-l2", "l2", 16, mxfp8=True),
+    Case("mxfp8-few-l1-wide", "l1", 64, mxfp8=True),
+    Case("mxfp8-few-l2-wide", "l2", 64, mxfp8=True),
+    Case("mxfp8-few-l1-wide-4096", "l1", 64, sizes=OTHER_SIZES, mxfp8=True),
+    Case("mxfp8-few-l1-7168", "l1", 16, sizes=LARGE_SIZES, mxfp8=True),
+    Case("mxfp8-gather", "gather", 512, mxfp8=True),
+    Case("mxfp8-widen", "widen", 512, mxfp8=True),
+    Case("mxfp8-many-l1-64", "many-l1", 256, mxfp8=True),
+    Case("mxfp8-many-l1-128", "many-l1", 512, mxfp8=True),
+    Case("mxfp8-many-l1", "many-l1", 4096, mxfp8=True),
     Case("int4-awq-permute", "permute", 16, int4=INT4_FORMS["-awq"]),
     *(
         Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)
@@ -142,9 +160,9 @@ def launch_of(case: Case) -> Launch:
     if case.int4 is not None:
         layer = Int4Layer("int4", case.num_tokens, *sizes, "swiglu_oai", has_bias=True, form=case.int4)
         return launch_of_call(layer, *KERNELS_OF[case.kind])
-    format = "nvfp4" if case.nvfp4 else "mxfp4_fp8" if case.fp8 else "mxfp4"
+    format = "nvfp4" if case.nvfp4 else "mxfp4_fp8" if case.fp8 else "mxfp4_mxfp8" if case.mxfp8 else "mxfp4"
     layer = Layer(format, case.num_tokens, *sizes, "swiglu_oai", has_bias=True, bounded=not case.looks_up)
-    call = LayerOfRanks(layer, NUM_RANKS) if case.kind == "many-sent" else layer
+    call = LayerOfRanks(layer, NUM_RANKS) if case.kind in OF_RANKS else layer
     return launch_of_call(call, *KERNELS_OF[case.kind])
 
 

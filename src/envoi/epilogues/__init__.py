@@ -29,6 +29,7 @@ from envoi.epilogues.vocabulary import (
     quantize,
     relu,
     round_bf16,
+    round_mxfp8,
     row_absmax,
     row_max,
     row_sum,
@@ -49,7 +50,7 @@ from envoi.epilogues.vocabulary import (
 __all__ = [
     "IR", "Col", "Epilogue", "EpilogueError", "HalfCol", "HalfTile", "Node", "Row", "Scalar", "Tile", "cast", "clip",
     "col_absmax", "col_max", "col_sum", "epilogue", "evaluate", "exp", "exp2", "gelu", "halves", "hardswish",
-    "leaky_relu", "log", "log2", "maximum", "minimum", "pairs", "quantize", "relu", "round_bf16", "row_absmax",
-    "row_max", "row_sum", "rsqrt", "sigmoid", "silu", "softmax", "softplus", "sqrt", "tanh", "topk", "total_absmax",
-    "total_max", "total_sum", "where",
+    "leaky_relu", "log", "log2", "maximum", "minimum", "pairs", "quantize", "relu", "round_bf16", "round_mxfp8",
+    "row_absmax", "row_max", "row_sum", "rsqrt", "sigmoid", "silu", "softmax", "softplus", "sqrt", "tanh", "topk",
+    "total_absmax", "total_max", "total_sum", "where",
 ]  # fmt: skip

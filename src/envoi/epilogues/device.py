@@ -205,6 +205,20 @@ def near_e4m3(x):
 
 
 @triton.jit
+def mxfp8_factors(largest):
+    """Return the scale factors of MXFP8's groups, NaN where a number isn't finite, and the inverses of those that are.
+
+    largest: int32, the bits of the largest magnitude of a group; as integers they compare as numbers do, NaN above all.
+    A factor is the least power of two >= largest / 448, and 448 is 1.75 * 2^8: the next one where the fraction is more.
+    """
+    largest = tl.where(largest >= 0x7F800000, 0x7FFFFFFF, tl.maximum(largest, 0x0DA24260))  # AMAX_FLOOR
+    factor = (largest - 0x03E00001) & 0x7F800000  # 2^8 less, and rounded up from fractions above 0.75
+    inverse = 0x7F000000 - factor
+    factor = tl.where(factor == 0x7C000000, 0x7FC00000, factor)  # 2^121, which no finite number has
+    return factor.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def cast_back(code, x):
     """Convert code back to float32. code: x cast to E4M3; x: float32 of at most 448."""
     if CASTS_BACK:

@@ -79,6 +79,7 @@ class Node:
         "load", "element"   its own element
         "pair"              the neighbouring column
         "half"              the column N / 2 further
+        "group"             the columns that share a scale factor
         "row"               the whole row: begin, visit every N tile, end
         "column", "all"     every row (of the expert): known when the kernel ends, so it can only be returned
         "store"             the value in the form in which it is stored; can only be returned
@@ -90,6 +91,11 @@ class Node:
     shape: Shape
     dtype: str
     step: str
+
+    @property
+    def scheme(self) -> str:
+        """Return the name of the scheme of a quantisation, or of what is rounded to its numbers; "" for others."""
+        return dict(self.attributes).get("scheme", "")
 
     @property
     def final(self) -> bool:

@@ -18,6 +18,7 @@ from envoi.epilogues.vocabulary import (
     quantize,
     relu,
     round_bf16,
+    round_mxfp8,
     row_absmax,
     sigmoid,
     silu,
@@ -117,7 +118,7 @@ def activated(activation: str, limit: float | None, *values: Any) -> Any:
 @cache
 def expert_l1(
     activation: str, limit: float | None, has_bias: bool, scheme: str | None, gate_up_layout: str = "interleaved",
-    rounded: bool = False, has_scale: bool = False,
+    rounded: bool = False, has_scale: bool = False, in_bf16: bool = False,
 ) -> Epilogue:  # fmt: skip
     """Return the experts' first epilogue: activation of gate and up, times the routing weight, quantised.
 
@@ -126,6 +127,7 @@ def expert_l1(
     limit clamps gate above and up on both sides. scheme: None for bf16 output,
     else fp8_row, fp8_1x128 or mxfp8. gate_up_layout: "interleaved" (columns of gate and up in turn) or "concat" (all
     gates, then all ups). rounded: to bf16 before it is quantised, as where a kernel of its own quantises bf16.
+    in_bf16: mxfp8's numbers are stored in bf16, without factors.
     Operands: weight (Row); and in the order of the columns bias (Col) if has_bias, and scale (Col), which is multiplied
     before the bias is added, if has_scale.
     Raises ValueError for another activation, scheme or layout.
@@ -142,6 +144,8 @@ def expert_l1(
     def leave(h):
         if scheme is None:
             return cast(h, "bf16")
+        if in_bf16:
+            return cast(round_mxfp8(h), "bf16")
         return quantize(round_bf16(h) if rounded else h, *_LEAVE[scheme])
 
     return _of_accumulators(lambda acc, weight: leave(inside(acc) * weight), has_bias, has_scale)

@@ -27,8 +27,8 @@ def check_columns(ir: IR, N: int) -> None:
     expect_divisible("N", N, ir.divisor, f"epilogue {ir.name} splits columns into pairs")
     for node in ir.nodes:
         columns = ir.nodes[node.args[0]].shape.num_columns(N) if node.args else N
-        if node.op == "quantize":
-            scheme = SCHEMES[node.attribute("scheme")]
+        if node.scheme:
+            scheme = SCHEMES[node.scheme]
             expect_divisible("N", columns, scheme.group_for((1, columns))[1], f"output columns, {scheme.name} groups")
         if node.op == "topk_values" and node.attribute("k") > columns:
             raise ValueError(f"N: expected at least k = {node.attribute('k')} columns for topk, got {columns}")

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from envoi.epilogues.errors import refuse
 from envoi.epilogues.ir import SCALAR, Node, Shape
-from envoi.quant.cast import quantize
+from envoi.quant.cast import dequantize, quantize
 from envoi.quant.formats import E4M3_MAX, SCHEMES
 
 ROW_TILE_CUDA = 256  # rows of a product or of row sums that a GPU's torch is given at a time
@@ -181,11 +181,16 @@ def _quantize(x: torch.Tensor, scheme: str):
     return quantize(x, scheme, "epilogue output")
 
 
+def _rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
+    return dequantize(_quantize(x, scheme), x.dtype)
+
+
 CAST_DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
 _define(step="store", cast=_cast)
 _define(step="store", gives="quantised", quantize=_quantize)
+_define(step="group", round_mxfp8=_rounded)
 
 
 def infer(op: str, args: tuple[Node, ...], attributes: tuple[tuple[str, Any], ...]) -> Node:
@@ -234,8 +239,8 @@ def _shape(op: str, step: str, args: tuple[Node, ...], attributes: dict[str, Any
         refuse(f"{op}: expected a tile, got a {first}")
     if step == "all" and first.rows != "M":
         refuse(f"{op}: expected a tile or a row, got a {first}")
-    if op == "quantize" and not (first.rows == "M" and first.spans_columns):
-        refuse(f"quantize: expected a tile, got a {first}")
+    if (op == "quantize" or step == "group") and not (first.rows == "M" and first.spans_columns):
+        refuse(f"{op}: expected a tile, got a {first}")
     return {"column": Shape("1", first.columns), "all": SCALAR}.get(step, first)
 
 

@@ -118,8 +118,8 @@ def chunk_columns(ir: IR) -> int:
     """Return the number of columns that a chunk of the accumulator must have a multiple of."""
     need = ir.divisor
     for node in ir.nodes:
-        if node.op == "quantize":
-            need = max(need, SCHEMES[node.attribute("scheme")].group[1] * node.shape.divisor)
+        if node.scheme:
+            need = max(need, SCHEMES[node.scheme].group[1] * node.shape.divisor)
     return need
 
 

@@ -21,6 +21,7 @@ def _gluon(function):
 
 minimum, maximum = _gluon(device.minimum), _gluon(device.maximum)
 divide, e4m3, group_amax = _gluon(device.divide), _gluon(device.e4m3), _gluon(device.group_amax)
+mxfp8_factors, near_e4m3 = _gluon(device.mxfp8_factors), _gluon(device.near_e4m3)
 
 
 @gluon.jit
@@ -415,6 +416,17 @@ def times_group(x, factors, GROUP: gl.constexpr):
     cut = gl.reshape(x, (rows, columns // GROUP, GROUP))
     factors = gl.convert_layout(factors, gl.SliceLayout(2, cut.type.layout))
     return gl.convert_layout(gl.reshape(cut * gl.expand_dims(factors, 2), (rows, columns)), x.type.layout)
+
+
+@gluon.jit
+def round_mxfp8(x):
+    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    groups = gl.reshape(x, (rows, columns // 32, 32))
+    factor, inverse = mxfp8_factors(gl.max(groups.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+    rounded = near_e4m3(groups * gl.expand_dims(inverse, 2)) * gl.expand_dims(factor, 2)
+    return gl.convert_layout(gl.reshape(rounded, (rows, columns)), x.type.layout)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
-from envoi.epilogues.device import INTERPRETED, maximum
+from envoi.epilogues.device import INTERPRETED, maximum, mxfp8_factors, near_e4m3
 
 
 @triton.jit
@@ -138,6 +138,15 @@ def times_group(x, factors, GROUP: tl.constexpr):
     """Multiply each GROUP columns of x by their factor; factors: [rows, C / GROUP]."""
     cut = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)) * factors[:, :, None]
     return tl.reshape(cut, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def round_mxfp8(x):
+    """Round x [rows, C] to numbers of MXFP8, in groups of 32 columns."""
+    groups = tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32))
+    factor, inverse = mxfp8_factors(tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2))
+    rounded = near_e4m3(groups * inverse[:, :, None]) * factor[:, :, None]
+    return tl.reshape(rounded, (x.shape[0], x.shape[1]))
 
 
 @triton.jit

@@ -199,6 +199,14 @@ def round_bf16(x: Value) -> Value:
     return _apply("round_bf16", x)
 
 
+def round_mxfp8(x: Value) -> Value:
+    """Return x rounded to numbers of MXFP8 (`quantize`, "fp8_e4m3" in groups of 32), for more computation.
+
+    Cast to bf16 they lose nothing, so that kernels for bf16 compute what those for MXFP8 do.
+    """
+    return _apply("round_mxfp8", x, scheme="mxfp8")
+
+
 def cast(x: Value, dtype: str) -> Value:
     """Store as "bf16", "fp16", "fp32" or "fp8_e4m3" (saturating, without a scale). Can only be returned."""
     if dtype not in CAST_DTYPES:

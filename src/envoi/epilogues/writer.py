@@ -83,6 +83,8 @@ class Writer:
             return f"rows_like({self._reduction(node)}, x1)"
         if node.op == "softmax":
             return self._softmax(node)
+        if node.op == "round_mxfp8":
+            return f"round_mxfp8(v{node.args[0]})"  # of columns from N on there are whole groups
         args = [self._arg(arg, node.shape, self._is_apart(arg, node)) for arg in node.args]
         divisor = self.ir.nodes[node.args[1]] if node.op == "div" else node
         if divisor.op == "constant" and LEAST_DIVISOR < abs(divisor.attribute("value")) < 1 / LEAST_DIVISOR:
@@ -250,9 +252,7 @@ class Writer:
             self.line(f"quantize_pair({source}, buffers.stages[0], outputs[{index}], outputs[{index + 1}], {where})")
             return
         group = scheme.group[1]
-        magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
-        if self.scattered:  # groups divide N
-            magnitude = f"L.abs({source})"
+        magnitude = self._magnitude(node)
         if group:
             self.line(f"a{index} = group_amax(group_max({magnitude}, {group}))")
         else:
@@ -271,6 +271,13 @@ class Writer:
             self.line(f"store_row(outputs[{index + 1}], sf{index}, at.m, at.m_end, 1, 0)")
         to_e4m3 = "e4m3_of_group" if self.scattered else "e4m3"
         self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if spec.packed else f"{to_e4m3}(q{index})"))
+
+    def _magnitude(self, node: Node) -> str:
+        """Return the text of the magnitudes of what is quantised, 0 for columns from N on."""
+        source, d = f"v{node.args[0]}", node.shape.divisor
+        if self.scattered:  # groups divide N
+            return f"L.abs({source})"
+        return f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
 
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)

@@ -67,7 +67,7 @@ class Machine:
 
 
 WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4", "int4")
-W4A16 = ("mxfp4", "nvfp4", "int4")
+W4A16 = ("mxfp4", "mxfp4_mxfp8", "nvfp4", "int4")  # MXFP8's numbers are read as bf16
 W4A8 = "mxfp4_fp8"
 
 H200 = Machine(

@@ -36,7 +36,7 @@ from envoi.check import describe
 from envoi.epilogues.library import l1_output_scheme
 from envoi.estimates.blocks import Blocks
 from envoi.estimates.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer, active_experts, pulled_tokens, taken_tokens
-from envoi.estimates.machines import WIDENED, Machine
+from envoi.estimates.machines import W4A16, WIDENED, Machine
 
 RESOURCES = ("compute", "HBM", "NVLink", "network")
 BF16_BYTES = 2
@@ -150,14 +150,20 @@ def _dispatch(layer: MoeLayer, machine: Machine, l1: Blocks) -> Step:
     """
     if l1.gathers:
         return Step("dispatch", 0, 0, 0, 0, 0, 0, 0, 0)
-    row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
-    quantised = 0 if layer.formats.activations is None else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
+    stays_bf16 = layer.formats.activations is None or (layer.num_gpus == 1 and _reads_bf16(layer, machine))
+    row = (BF16_BYTES * layer.hidden if stays_bf16 else layer.row_bytes(layer.hidden)) + WEIGHT_AND_SLOT_BYTES
+    quantised = 0 if stays_bf16 else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
     hbm = quantised + (taken_tokens(layer) + layer.num_rows) * row
     step = step_of(
         "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled_tokens(layer) * row,
         nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=2 if layer.num_ranks > 1 else 0, dependent=l1.shared_evenly,
     )  # fmt: skip
     return _sorting(step, layer, machine) if layer.num_ranks > 1 else step
+
+
+def _reads_bf16(layer: MoeLayer, machine: Machine) -> bool:
+    """Return True if both GEMMs read rows of MXFP8's numbers in bf16, as the kernels of 4-bit weights do."""
+    return layer.format in W4A16 and layer.formats.activations is not None and bool(machine.w4a16_tflops)
 
 
 def _sorting(step: Step, layer: MoeLayer, machine: Machine) -> Step:
@@ -169,6 +175,8 @@ def _sorting(step: Step, layer: MoeLayer, machine: Machine) -> Step:
 def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
     """Return L1's step. If its epilogue can't quantise, it stores bf16, and another kernel quantises, or L2 itself."""
     scheme, quantised = layer.formats.activations, layer.row_bytes(layer.intermediate)
+    if _reads_bf16(layer, machine):
+        return _gemm("L1", layer, machine, blocks, layer.l1_nk, BF16_BYTES * layer.intermediate)
     if scheme is None or l1_output_scheme(scheme):
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
     stored = BF16_BYTES * layer.intermediate
@@ -188,10 +196,15 @@ def _gemm(
     name: str, layer: MoeLayer, machine: Machine, blocks: Blocks, nk: tuple[int, int], left_bytes: float,
     nvlink_bytes: float = 0,
 ) -> Step:  # fmt: skip
-    """Return a GEMM's step. left_bytes: per output row. For weights widened to bf16, a kernel first widens tokens."""
+    """Return a GEMM's step. left_bytes: per output row. For weights widened to bf16, a kernel first widens tokens.
+
+    Where both GEMMs read bf16, it widens those of other ranks.
+    """
     N, K = nk
+    in_bf16 = _reads_bf16(layer, machine)
     widens = machine.widened_per_us and layer.format in WIDENED and layer.formats.activations is not None
-    row = BF16_BYTES * K if widens else layer.row_bytes(K)
+    widens = widens and (not in_bf16 or (nk == layer.l1_nk and layer.num_gpus > 1))
+    row = BF16_BYTES * K if widens or in_bf16 else layer.row_bytes(K)
     hbm = active_experts(layer) * layer.weight_bytes(nk) + layer.num_rows * (row + left_bytes)
     compute_us = gemm_us(blocks, K, layer.format, machine)
     flops = 2.0 * layer.num_rows * N * K

@@ -124,7 +124,7 @@ def _notes(layer: MoeLayer, machine: Machine) -> tuple[str, ...]:
         notes.append(f"widening mxfp8 on {machine.arch} is taken to cost what widening mxfp4 does")
     elif layer.format in ("nvfp4", "int4"):
         notes.append(f"widening {layer.format} on {machine.arch} is taken to cost what widening mxfp4 does")
-    if not machine.measured and layer.format in W4A16:
+    if not machine.measured and layer.format in W4A16 and layer.formats.activations is None:
         kind = layer.format
         notes.append(f"{kind} has no kernel of its own on sm_100, where Triton's widens the weights: planned as bf16")
     if not machine.measured and layer.format == "fp8_block128":

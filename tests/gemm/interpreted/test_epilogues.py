@@ -17,6 +17,7 @@ from envoi.epilogues import (
     library,
     pairs,
     quantize,
+    round_mxfp8,
     row_absmax,
     row_max,
     row_sum,
@@ -157,6 +158,58 @@ def test_experts_leave_quantised():
         # silu differs in the last bit, which may move a scale and with it a row's codes.
         x, y = (QuantTensor(*pair, (1, 256 // pair[1].shape[-1])) for pair in (got, want))
         assert relative_error(dequantize(x), dequantize(y)) < 0.01
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "concat"])
+def test_mxfp8_rows_kept_in_bf16_have_all_their_numbers(layout):
+    offsets = [0, 3, 3, 11, 17]
+    a, b = whole(17, 64).bfloat16(), whole(4, 576, 64, seed=1).bfloat16()
+    a[2, 3], a[12] = torch.nan, 0.0
+    weight = whole(17, seed=2) * torch.logspace(-36, 30, 17)
+    weight[5] = torch.inf
+    kept = library.expert_l1("swiglu", 7.0, False, "mxfp8", layout, in_bf16=True)
+    values, sf = run(a, b, library.expert_l1("swiglu", 7.0, False, "mxfp8", layout), offsets, weight=weight)
+    (got,) = run(a, b, kept, offsets, weight=weight)
+    want = dequantize(QuantTensor(values, sf, (1, 32)))
+    assert got.dtype == torch.bfloat16 and bool((want.abs() < 1e-37).any()) and bool((want.abs() > 1e30).any())
+    assert_same_bits(got.float().nan_to_num(-1.0) + 0.0, want.nan_to_num(-1.0) + 0.0)
+    (torchs,) = expected(a, b, kept, offsets, weight=weight)
+    assert relative_error(got[13:].float(), torchs[13:].float()) < 0.01  # silu's last bit may move a scale
+
+
+def test_a_value_rounded_to_mxfp8_is_computed_with():
+    @epilogue
+    def difference(acc):
+        return acc - round_mxfp8(acc)
+
+    a, b = normal(9, 64).bfloat16(), normal(160, 64, seed=1).bfloat16()
+    acc = gemm(a, b, out_dtype=torch.float32)
+    got = gemm(a, b, difference, out_dtype=torch.float32)
+    assert_same_bits(got + 0.0, acc - dequantize(cast_to(acc, "mxfp8")) + 0.0)
+    assert 0 < float(got.abs().max()) <= float(acc.abs().max()) / 16
+    with pytest.raises(ValueError, match=r"N: expected a multiple of 32 \(output columns, mxfp8 groups\), got 24"):
+        gemm(a, b[:24], difference)
+
+
+def test_factors_of_mxfp8_at_their_boundaries():
+    """448 times a power of two and its neighbours, float32's ends, the least factor, what isn't finite."""
+
+    def rounded(acc, t: Tile):
+        return round_mxfp8(t + acc)
+
+    up, down = torch.tensor(torch.inf), torch.tensor(0.0)
+    edges = [448.0 * torch.tensor(2.0) ** n for n in (-135, -109, -108, -20, 0, 1, 100, 119)]
+    edges += [torch.finfo(torch.float32).max, 1.9375 * 2.0**127, 1e-30, 2.0**-149, 0.0, torch.inf, torch.nan]
+    edges = torch.tensor([float(x) for x in edges])
+    tops = torch.cat((edges, torch.nextafter(edges, up), torch.nextafter(edges, down)))
+    x = normal(len(tops), 32)
+    x = (x / x.abs().amax(1, keepdim=True)).clamp(-0.99, 0.99) * tops[:, None].nan_to_num(1.0, 1.0)
+    x[:, 7] = -tops
+    (got,) = run(torch.zeros(len(x), 16), torch.zeros(32, 16), epilogue(rounded), t=x)
+    want = dequantize(cast_to(x, "mxfp8"))
+    assert bool(want.isinf().any()) and bool(want.isnan().any()) and bool((want[:, 7] == x[:, 7]).any())
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(0.0, torch.inf, -torch.inf), want.nan_to_num(0.0, torch.inf, -torch.inf))
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "concat"])

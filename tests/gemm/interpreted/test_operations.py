@@ -109,7 +109,7 @@ def values(f, make, m: int, n: int, experts: int | None = None) -> dict:
 
 def test_all_operations_are_here():
     known = {node.op for body in (*EXACT.values(), *CLOSE.values()) for node in ending(body).ir.nodes}
-    assert set(OPERATIONS) - known == {"quantize", "left", "right"}  # in test_epilogues, test_halves
+    assert set(OPERATIONS) - known == {"quantize", "round_mxfp8", "left", "right"}  # in test_epilogues, test_halves
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -7,7 +7,7 @@ import torch
 
 from envoi.ops.gemm.hopper_w4a16 import few
 from envoi.ops.moe.reference import permute, sort_slots
-from envoi.quant import quantize
+from envoi.quant import dequantize, quantize
 from envoi.quant.fp8_fragments import ORDER
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
@@ -47,9 +47,10 @@ def permuted(tokens, weights, ids, experts, order="fragments", given=None) -> fe
     return buffers
 
 
-def joined(buffers: few.Buffers, rows: int) -> torch.Tensor:
-    """high + low, in the order of K, without the factor of rows."""
-    parts = buffers.routed[:rows].view(torch.float8_e4m3fn).double().view(rows, HIDDEN // 32, 2, 32).sum(2)
+def joined(buffers: few.Buffers, rows: int, has_low: bool = True) -> torch.Tensor:
+    """high + low, or high alone, in the order of K, without the factor of rows."""
+    both = buffers.routed[:rows].view(torch.float8_e4m3fn).double().view(rows, HIDDEN // 32, 2, 32)
+    parts = both.sum(2) if has_low else both[:, :, 0]
     places = parts.view(rows, HIDDEN // 32, 2, 4, 2, 2)  # k16, t, b, k8
     return places.permute(0, 1, 2, 5, 3, 4).reshape(rows, HIDDEN)
 
@@ -74,6 +75,29 @@ def test_rows_are_tokens_by_expert(tokens, experts, k):
     assert float(error.max() if used else 0) <= 2.0**-17
     assert bool((got.routed[used:] == 255).all())
     assert bool(got.routed_factors[used:].isnan().all())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3)])
+def test_mxfp8_rows_are_one_number_of_e4m3_each(tokens, experts, k):
+    """But for groups that are far smaller than a row's largest number."""
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=source)
+    x = (x.sign() * x.abs().clamp(min=2**-6) * torch.logspace(-9, 9, tokens)[:, None]).bfloat16()
+    x[:, :32] *= 2.0**-3
+    if tokens > 1:
+        x[-1, 32:64], x[0] = 2.0**-20 * x[-1, 64:96], 0.0
+    ids = torch.randint(0, experts, (tokens, k), generator=source, dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=source)
+    want = permute(x, weights, ids, experts)
+    got = permuted(x, weights, ids, experts, given=replace(layer(experts), mxfp8=True))
+    rows = joined(got, tokens * k, has_low=False) * got.routed_factors[:, None].double() / 32
+    assert bool((got.routed.view(-1, 2, 32)[:, 1] == 255).all()), "nobody reads what would be 0"
+    rounded = dequantize(quantize(want.rows, "mxfp8"), torch.float64)
+    assert not torch.equal(rounded, want.rows.double())
+    ordinary = torch.cat((rows[:, :32], rows[:, 64:]), 1), torch.cat((rounded[:, :32], rounded[:, 64:]), 1)
+    assert torch.equal(*ordinary)
+    error = (rows - rounded).abs().amax(1) / rounded.abs().amax(1).clamp(min=1e-30)
+    assert float(error.max()) <= 2.0**-17
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3), (3, 2, 32)])

@@ -20,6 +20,7 @@ from tests.moe.steps import (
     SINGLE_ROWS,
     judge_combined,
     judge_gathered,
+    judge_kept_in_bf16,
     judge_quantised,
     judge_sorted,
     of_sizes,
@@ -97,6 +98,13 @@ def test_gathered_rows_have_the_references_bits(format, hidden, monkeypatch):
     rows, used = judge_gathered(tokens, random_ids(7, 4, 3, 1), 4, format)
     untouched = rows.values if isinstance(rows, QuantTensor) else rows
     assert bool((untouched.view(torch.uint8)[used:] == 255).all())
+
+
+@pytest.mark.parametrize("hidden", [64, 2880])
+def test_rows_kept_in_bf16_have_all_numbers_of_mxfp8(hidden):
+    tokens = torch.randn(7, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens[:, : hidden // 2] *= torch.logspace(-36, 36, 7)[:, None].bfloat16()
+    judge_kept_in_bf16(tokens, random_ids(7, 4, 3, 1), 4)
 
 
 @pytest.mark.parametrize("scheme", SINGLE_ROWS)

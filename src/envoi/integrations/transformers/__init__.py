@@ -25,8 +25,8 @@ checks at each call that its packing still fits the weights:
 Weights that are read in place are never stale: bf16 ones whose experts' rows are concatenated, FP8 blocks and rows.
 After a change that makes a packing stale, call `refresh(model)`. Like a call that notices a change, it packs into the
 memory of the old packing where that fits, so that CUDA graphs read the new weights: `generate` with a static cache
-replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4_mxfp8" graphs have
-to be captured anew if the weights had no scale factor above 2 and have one now.
+replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8", "envoi_mxfp4" and
+"envoi_mxfp4_mxfp8" graphs have to be captured anew if the weights had no scale factor above 2 and have one now.
 
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """

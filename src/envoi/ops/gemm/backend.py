@@ -7,6 +7,7 @@ import torch
 from envoi import log
 from envoi.epilogues.ir import IR
 from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
+from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
 from envoi.runtime.devices import implementation, on_gpu
 from envoi.types import Matrix, QuantTensor
 
@@ -60,8 +61,8 @@ def _kernels_for_fragments(a: Matrix, b: QuantTensor, ir: IR, grouping: Grouping
     from envoi.ops.gemm.hopper_w4a8.host import why_not_w4a8
     from envoi.ops.gemm.hopper_w4a16.many import why_not_many
 
-    quantised = isinstance(a, QuantTensor)
-    why = (why_not_w4a8 if quantised else why_not_many)(a, b, ir, grouping)
+    for_fp8 = b.order == FP8_ORDER
+    why = (why_not_w4a8 if for_fp8 else why_not_many)(a, b, ir, grouping)
     if why:
         raise ValueError(f"weights: expected them by rows for this GEMM, got them in fragment order ({why})")
-    return "w4a8" if quantised else "w4a16"
+    return "w4a8" if for_fp8 else "w4a16"

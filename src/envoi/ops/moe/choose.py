@@ -37,6 +37,7 @@ from envoi.ops.moe.decode.bf16_fp8 import config as decode
 from envoi.ops.moe.epilogues import l1_epilogues, l2_epilogue
 from envoi.ops.moe.one_launch import config as one_launch
 from envoi.ops.moe.one_launch.host import cycles_of, tiling_of
+from envoi.ops.moe.op import rows_in_bf16, rows_scheme
 from envoi.ops.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
 from envoi.quant.fp8_fragments import ORDER as FP8_ORDER
@@ -107,7 +108,7 @@ def choose_experts(experts: ExpertWeights, num_rows: int, grouping: Grouping = E
     """Return the kernels of L1 and L2 on `num_rows` rows sorted by expert, on a device that has kernels."""
     if not why_not_one_launch(experts, num_rows, grouping) and one_launch_pays(experts, num_rows, grouping):
         return Choice(LayerPath.ONE_LAUNCH)
-    kind, scheme, most = implementation(experts.device), format_named(experts.format).activations, min(1, num_rows)
+    kind, scheme, most = implementation(experts.device), rows_scheme(experts), min(1, num_rows)
     rows, hidden = (_rows(most, width, scheme) for width in (experts.hidden, experts.intermediate))
     in_tile, in_pairs = l1_epilogues(experts)
     takes_pairs = (
@@ -167,7 +168,7 @@ def decode_mx_layer(experts: ExpertWeights) -> few.Layer:
     """Return experts that `why_not_decode_mx` doesn't refuse as their kernels take them."""
     return few.Layer(
         cast(QuantTensor, experts.gate_up), cast(QuantTensor, experts.down), experts.gate_up_bias, experts.down_bias,
-        experts.activation, experts.swiglu_limit,
+        experts.activation, experts.swiglu_limit, rows_in_bf16(experts),
     )  # fmt: skip
 
 

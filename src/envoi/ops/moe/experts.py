@@ -13,6 +13,7 @@ from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
 from envoi.ops.moe.decode.bf16_fp8 import host as decode
 from envoi.ops.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.ops.moe.one_launch import host as one_launch
+from envoi.ops.moe.op import rows_in_bf16, rows_scheme
 from envoi.ops.moe.permute import add_shared, combine_rows, gather_rows, map_ids, quantize_rows, sort_slots
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import format_named
@@ -52,7 +53,8 @@ def run_layer(
         return decode.run(tokens, topk_weights, topk_ids, experts)
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
-        rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
+        scheme = format_named(experts.format).activations
+        rows, weights = gather_rows(tokens, topk_weights, row_map, scheme, rows_in_bf16(experts))
     grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant, are_offsets_early=True)
     out = run_experts(rows, weights, row_map.offsets, experts, grouping, None, choice)
     with span("combine"):
@@ -113,7 +115,7 @@ def run_l1(
     in_tile, in_pairs = l1_epilogues(experts)
     epilogue = in_pairs if choice.in_pairs and in_pairs is not None else in_tile
     hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, epilogue, operands, grouping, choice.l1)
-    scheme = format_named(experts.format).activations
+    scheme = rows_scheme(experts)
     if scheme is not None and isinstance(hidden, torch.Tensor):
         hidden = quantize_rows(hidden, offsets, scheme)
     return hidden

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogues.codes_triton import to_e4m3, widen
 from envoi.epilogues.device import bf16, divide, e4m3, e8m0_ceil, group_amax, sigmoid
-from envoi.epilogues.tile_triton import group_max, times_group
+from envoi.epilogues.tile_triton import group_max, round_mxfp8, times_group
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
@@ -231,7 +231,8 @@ def gather_kernel(
 ):  # fmt: skip
     """Copy a token to the rows of its slots, and its weights to their row weights; read and quantise it only once.
 
-    GROUP: columns that share a scale factor; 0 = copy without quantising.
+    GROUP: columns that share a scale factor; 0 = copy without quantising. rows_sf: None, and rows are bf16, of MXFP8's
+    numbers if GROUP isn't 0.
     """
     begin_work(OVERLAP)
     m = tl.program_id(0)
@@ -242,12 +243,14 @@ def gather_kernel(
         pos = tl.load(slot_to_pos + m * k + slots, mask=slots < k, other=-1)
         weights = widen(tl.load(topk_weights + m * k + slots, mask=slots < k, other=0.0))
         tl.store(row_weights + pos, weights, mask=pos >= 0)
-    if GROUP > 0:
+    if rows_sf is not None:
         x, sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
+    elif GROUP > 0:
+        x = bf16(round_mxfp8(widen(x)))
     for s in range(k):
         pos = tl.load(slot_to_pos + m * k + s)
         if pos >= 0:
-            if GROUP > 0:
+            if rows_sf is not None:
                 store_quantized(rows, rows_sf, pos, x, sf, width, BLOCK, GROUP)
             else:
                 tl.store(rows + pos.to(tl.int64) * width + columns, x, mask=columns < width)

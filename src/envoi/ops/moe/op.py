@@ -51,6 +51,16 @@ def scale_of(weight: Matrix) -> torch.Tensor | None:
     return weight.scale if isinstance(weight, QuantTensor) else None
 
 
+def rows_in_bf16(experts: ExpertWeights) -> bool:
+    """Return True if L1 and L2 read rows of MXFP8's numbers in bf16, which holds them all: kernels for fragments do."""
+    return experts.order == "fragments" and format_named(experts.format).activations is not None
+
+
+def rows_scheme(experts: ExpertWeights) -> Scheme | None:
+    """Return the scheme of the rows that L1 and L2 read; None = bf16."""
+    return None if rows_in_bf16(experts) else format_named(experts.format).activations
+
+
 def columns_of(weight: Matrix, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return the operands of an expert GEMM's epilogue that belong to the weight's rows: its scales and its bias."""
     found = {"scale": scale_of(weight), "bias": bias}

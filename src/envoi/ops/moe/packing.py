@@ -83,7 +83,7 @@ def pack(
         they are in memory once; the given tensors have no other use afterwards.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2]. Its
     blocks are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`. On Hopper 4-bit
-    weights but "mxfp4_mxfp8" are put in the order of tensor cores where possible, in as much memory; `unpack` reads it.
+    weights are put in the order of tensor cores where possible, in as much memory; `unpack` reads it.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     MX and int4, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
@@ -350,7 +350,7 @@ def _in_scheme(
 def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) -> ExpertWeights:
     """Put MX and NVFP4 weights into the order that the Hopper kernels read.
 
-    4-bit weights for bf16 or FP8 tokens are put into an order of the tensor cores' operands, if both can be, in place
+    4-bit weights are put into an order of the tensor cores' operands, if both can be, in place
     but for memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is
     copied but scale factors, where their rows don't start on 16 bytes.
     """
@@ -359,11 +359,10 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
         return experts
     if implementation(experts.device) != "hopper" or (gate_up.group not in ((1, 32), (1, 16)) and not gate_up.integers):
         return experts
-    activations = format_named(experts.format).activations
     why_not, put = why_not_fragments, to_fragments
-    if activations == SCHEMES["fp8_row"]:
+    if format_named(experts.format).activations == SCHEMES["fp8_row"]:
         why_not, put = why_not_fp8_fragments, to_fp8_fragments
-    if activations == SCHEMES["mxfp8"] or why_not(gate_up) or why_not(down):
+    if why_not(gate_up) or why_not(down):
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))

@@ -10,7 +10,7 @@
 Buffers have a row for each slot, M * k, the most there can be; offsets[E] of them are used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -159,17 +159,19 @@ def _count_and_place(topk_ids: torch.Tensor, row_map: RowMap) -> None:
 
 
 def gather_rows(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, row_map: RowMap, scheme: Scheme | None
+    tokens: torch.Tensor, topk_weights: torch.Tensor, row_map: RowMap, scheme: Scheme | None, in_bf16: bool = False
 ) -> tuple[Matrix, torch.Tensor]:
     """Copy each token to the rows of its slots, quantised: rows [M * k, H] and row weights [M * k] float32.
 
-    scheme: one with scale factors of single rows, or None for bf16.
+    scheme: one with scale factors of single rows, or None for bf16. in_bf16: numbers of "mxfp8" are stored in bf16.
     """
-    rows = empty_rows(topk_weights.numel(), tokens.shape[1], scheme, tokens.device)
+    rows = empty_rows(topk_weights.numel(), tokens.shape[1], None if in_bf16 else scheme, tokens.device)
     weights = torch.empty(topk_weights.numel(), dtype=torch.float32, device=tokens.device)
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     (M, width), k = tokens.shape, topk_weights.shape[1]
     out, overlap = RowBuffers.of(rows, width), overlaps(tokens.device)
+    if in_bf16 and scheme is not None:
+        out = replace(out, group=scheme.group[1], has_e8m0_sf=True)
     arguments = (
         tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
         k, out.block, next_power_of_2(k), *out.form, overlap,
@@ -210,8 +212,8 @@ class RowBuffers:
     """Rows as the kernels that quantise write them.
 
     values: bf16, or the bytes of E4M3. sf: scale factors, UE8M0 as bytes, or None. block: columns of one program, all
-    of a row where the row has one factor. group: columns that share a factor, 0 = bf16. has_e8m0_sf: factors are powers
-    of two. has_cast: the GPU casts to E4M3 itself."""
+    of a row where the row has one factor. group: columns that share a factor, 0 = bf16; without sf they are rounded to
+    MXFP8 and stored in bf16. has_e8m0_sf: factors are powers of two. has_cast: the GPU casts to E4M3 itself."""
 
     values: torch.Tensor
     sf: torch.Tensor | None

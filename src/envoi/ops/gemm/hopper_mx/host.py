@@ -29,10 +29,7 @@ def why_not_mx(a: Matrix, b: Matrix, ir: IR) -> str:
         return "the weights' format"
     if b.order != "rows":
         return "the weights' order"
-    if isinstance(a, QuantTensor):
-        if a.packed or a.sf.dtype != torch.float8_e8m0fnu or a.group != (1, 32):
-            return "the tokens' format"
-    elif a.dtype != torch.bfloat16:
+    if not are_mxfp8(a) and not (isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16):
         return "the tokens' format"
     if ir.takes_halves:
         return "halves of the weights' rows"
@@ -46,8 +43,8 @@ def tokens_arguments(
 ) -> tuple[tuple[int, int], tuple]:
     """Return the grid and the arguments of `tokens.widen_kernel`, which writes tokens to `out` as bf16.
 
-    K is in the order that the GEMM has for weights of `bits`. offsets: int32 [E + 1], None for all rows; rows after
-    offsets[E] are not written.
+    K is in the order that the GEMM has for weights of `bits`; 0: as it is. offsets: int32 [E + 1], None for all rows;
+    rows after offsets[E] are not written.
     """
     M, K = a.shape
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
@@ -56,6 +53,11 @@ def tokens_arguments(
         values, sf, out, None if offsets is None else offsets[-1:], M, K, values.stride(0), sf.stride(0),
         out.stride(0), isinstance(a, QuantTensor), bits, WIDENED_ROWS, devices.on_gpu(out.device),
     )  # fmt: skip
+
+
+def are_mxfp8(a: Matrix) -> bool:
+    """Return True for tokens in MXFP8."""
+    return isinstance(a, QuantTensor) and not a.packed and a.sf.dtype == torch.float8_e8m0fnu and a.group == (1, 32)
 
 
 def factor_words(sf: torch.Tensor) -> torch.Tensor:

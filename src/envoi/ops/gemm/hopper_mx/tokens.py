@@ -1,4 +1,4 @@
-"""Kernel that widens tokens to bf16 for the GEMM with MX weights, with K in the order of its threads' weights."""
+"""Kernel that widens tokens to bf16 for the GEMMs with MX weights, with K in the order of their threads' weights."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def widen_kernel(
 
     Position 2 t in the new order is the first half of thread t's first register in the first instruction, 2 t + 1 its
     upper half, and so on. BITS: of a weight. With 4, the element whose k has the bits (t1 t0 w1 w0 b i h) in its 128
-    is stored at position (w1 w0 i h t1 t0 b); with 8, (t1 t0 w1 w0 b i) in its 64 at (w1 w0 i t1 t0 b).
+    is stored at position (w1 w0 i h t1 t0 b); with 8, (t1 t0 w1 w0 b i) in its 64 at (w1 w0 i t1 t0 b); 0: K in order.
 
     num_used: pointer to the number of rows that belong to an expert; None = all M. Other rows are not written.
     OVERLAP: the next kernel may start at once; its `wait_for_grid` waits for the end of this one.
@@ -35,12 +35,11 @@ def widen_kernel(
         bits = tl.where(byte == 0, 0x00400000, byte << 23)
         factor = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
         x = tl.reshape(tl.reshape(x, (ROWS, 16, 32)) * factor[:, :, None], (ROWS, 512))
+    x = x.to(tl.bfloat16)
     if BITS == 4:
-        x = tl.reshape(x.to(tl.bfloat16), (ROWS * 4, 4, 4, 2, 2, 2))
-        x = tl.permute(x, (0, 2, 4, 5, 1, 3))
-    else:
-        x = tl.reshape(x.to(tl.bfloat16), (ROWS * 8, 4, 4, 2, 2))
-        x = tl.permute(x, (0, 2, 4, 1, 3))
+        x = tl.permute(tl.reshape(x, (ROWS * 4, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 1, 3))
+    elif BITS == 8:
+        x = tl.permute(tl.reshape(x, (ROWS * 8, 4, 4, 2, 2)), (0, 2, 4, 1, 3))
     x = tl.reshape(x, (ROWS, 512))
     at = out + rows[:, None].to(tl.int64) * out_stride + k[None, :]
     tl.store(at, x, mask=(rows < M)[:, None] & (k < out_stride)[None, :])

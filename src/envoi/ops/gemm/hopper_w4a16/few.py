@@ -1,10 +1,10 @@
 """Launches of an MoE layer for few tokens on Hopper, MXFP4 or INT4 weights: permute -> L1 -> L2, which overlap.
 
-The order of the weights says what tokens are. "fragments": bf16, split into two E4M3, or as they are where weights have
-zero points. `fp8_fragments.ORDER`: FP8 with a scale each, as in `envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal
-exact weights, rows of L1 in bf16 that are quantised bit for bit as `envoi.quant.quantize` does. But sums along K are
-cut where the work is shared out, which depends on the routing, so that bits may differ from those of the kernel for
-many tokens.
+The order of the weights says what tokens are. "fragments": bf16, or MXFP8's numbers (`Layer.mxfp8`), split into two
+E4M3, or as they are where weights have zero points. `fp8_fragments.ORDER`: FP8 with a scale each, as in
+`envoi.ops.gemm.hopper_w4a8`: equal E4M3 tokens, equal exact weights, rows of L1 in bf16 that are quantised bit for bit
+as `envoi.quant.quantize` does. But sums along K are cut where the work is shared out, which depends on the routing, so
+that bits may differ from those of the kernel for many tokens.
 """
 
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ class Layer:
     down_bias: torch.Tensor | None
     activation: str
     limit: float | None
+    mxfp8: bool = False  # tokens and L1's rows are rounded to MXFP8
 
     @property
     def num_experts(self) -> int:
@@ -100,7 +101,7 @@ def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
     return few_configs(
         layer.gate_up.shape[-1], layer.down.shape[-1], layer.num_experts, num_slots, layer.activation, layer.limit,
         layer.gate_up_bias is not None, layer.fp8, not (layer.gate_up.scales_at_most_2 and layer.down.scales_at_most_2),
-        (form_of(layer.gate_up), form_of(layer.down)),
+        (form_of(layer.gate_up), form_of(layer.down)), layer.mxfp8,
     )  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def permute_launch(
     arguments = (
         tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
         buffers.routed_factors, buffers.row_weights, buffers.hidden_factors if layer.fp8 else None, M, E, H, k,
-        next_power_of_2(k), block, next_power_of_2(H), EXPERTS, each, on_gpu,
+        next_power_of_2(k), block, next_power_of_2(H), EXPERTS, each, layer.mxfp8, on_gpu,
     )  # fmt: skip
     return Launch(permute_kernel, (M * each + -(-(E + 1) // EXPERTS),), arguments, {"num_warps": 8})
 

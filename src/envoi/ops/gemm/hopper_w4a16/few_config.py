@@ -18,7 +18,7 @@ SM_WARPS = 16  # that 128 registers a thread leave room for
 # Tokens of a tile and warps of a CTA. The first that fills an SM is taken: tokens' whole K is in shared memory, so that
 # where they are wide fewer CTAs fit, of more warps. Tiles of 16 by 4 warps are slower.
 TILES = (16, 8), (16, 16), (8, 4), (8, 8), (8, 16)
-LATE = 2  # steps of five, in tiles of 16
+LATE, LATE_MXFP8 = 2, 1  # steps of five, in tiles of 16; for tokens of one E4M3, with two registers are spilled
 LATE_INT4 = {(1, True): 1, (1, False): 1, (2, True): 3, (2, False): 2}  # by words of factors a step, and whether L1
 LATE_BF16 = {1: 1, 2: 2}  # by words of factors a step: with fewer, registers are spilled
 SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16
@@ -53,7 +53,7 @@ class FewConfig(Constant):
     prefetches: ask for weights of the group after the next one to be brought into the L2 cache.
     fp8: tokens are FP8 with a scale each (`few_tokens.Fp8Tokens`). looks_up: tables of its weights come from memory,
         else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
-    int4: form of INT4 weights, None for MXFP4.
+    int4: form of INT4 weights, None for MXFP4. mxfp8: tokens are MXFP8's numbers, so that one E4M3 holds them.
     """
 
     tile_tokens: int
@@ -72,6 +72,7 @@ class FewConfig(Constant):
     fp8: bool = False
     looks_up: bool = False
     int4: Int4Form | None = None
+    mxfp8: bool = False
 
     @property
     def words_per_step(self) -> int:
@@ -191,6 +192,7 @@ def few_configs(
     fp8: bool = False,
     looks_up: bool = False,
     forms: tuple[Int4Form | None, Int4Form | None] = (None, None),
+    mxfp8: bool = False,
 ) -> tuple[FewConfig, FewConfig]:
     """Return the configs of both GEMMs for so many slots of all tokens."""
     wide = num_slots > WIDE_FROM * num_experts
@@ -201,7 +203,7 @@ def few_configs(
     unrolls = UNROLLED_FP8 if fp8 and not looks_up else UNROLLED
     common = FewConfig(
         8, 4, l1, 0, unroll_of(l1, *unrolls), True, activation, limit, has_bias, experts, slots, fp8=fp8,
-        looks_up=looks_up, int4=forms[0],
+        looks_up=looks_up, int4=forms[0], mxfp8=mxfp8,
     )  # fmt: skip
 
     def pair(tile_tokens: int, num_warps: int) -> tuple[FewConfig, FewConfig]:
@@ -228,7 +230,9 @@ def _requesting(config: FewConfig, is_short: bool) -> FewConfig:
     if config.bf16 and wide:
         return replace(config, late=LATE_BF16[config.words_per_step])
     if wide and not config.fp8 and config.unroll == 5 and config.num_steps % 5 == 0:
-        return replace(config, late=LATE if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1])
+        of_mxfp4 = LATE_MXFP8 if config.mxfp8 else LATE
+        late = of_mxfp4 if config.int4 is None else LATE_INT4[config.words_per_step, config.is_l1]
+        return replace(config, late=late)
     spills = config.bf16 and config.words_per_step == 2
     pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
     return replace(config, prefetches=pays and not spills and not is_short)

@@ -3,7 +3,18 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.epilogues.device import bf16, cast_back, divide, group_amax, maximum, minimum, sigmoid, silu
+from envoi.epilogues.device import (
+    bf16,
+    cast_back,
+    divide,
+    group_amax,
+    maximum,
+    minimum,
+    mxfp8_factors,
+    near_e4m3,
+    sigmoid,
+    silu,
+)
 from envoi.runtime.aggregate import Scalar, aggregate
 
 GROUP = gl.constexpr(32)  # features of a tile of weights: of places that the second GEMM's tokens have in common
@@ -140,16 +151,23 @@ def store_hidden(h, tile, outputs):
 
 @gluon.jit
 def store_split(h, tile, outputs):
-    """Store activations [features, tokens] times the routing weight, rounded to bf16, as two E4M3 and their factors."""
+    """Store activations [features, tokens] times the routing weight, rounded, as two E4M3 and their factors.
+
+    They are rounded to bf16, or to MXFP8: then the low one would be 0, and isn't stored.
+    """
     cfg: gl.constexpr = outputs.cfg
     T: gl.constexpr = cfg.tile_tokens
     shared: gl.constexpr = 64 // cfg.groups_per_step  # features that share a power of two
     num_groups: gl.constexpr = GROUP * cfg.num_row_tiles // shared
+    if cfg.mxfp8:
+        weights = of_columns(outputs.row_weights, tile, T, gl.SliceLayout(0, h.type.layout))
+        h = in_mxfp8(h * weights[None, :])
     h = h.reshape([num_groups, shared, T])
     layout: gl.constexpr = h.type.layout
     columns3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
-    weights = of_columns(outputs.row_weights, tile, T, columns3)
-    h = bf16(h * weights[None, None, :]).to(gl.float32)
+    if not cfg.mxfp8:
+        weights = of_columns(outputs.row_weights, tile, T, columns3)
+        h = bf16(h * weights[None, None, :]).to(gl.float32)
     # As integers, magnitudes compare as they do as numbers, and NaN is above all.
     largest = gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     high, low, factors = split_scaled(h, largest[:, None, :])
@@ -162,11 +180,22 @@ def store_split(h, tile, outputs):
     # In a group, place (k16, t, b, k8) is feature (k16, k8, t, b): see `envoi.quant.fragments`.
     place = at * 64 + ((j & 16) | ((j & 6) << 1) | ((j & 1) << 1) | ((j & 8) >> 3))
     gl.store(outputs.out + place, high.to(gl.uint8, bitcast=True), mask=inside)
-    gl.store(outputs.out + place + GROUP, low.to(gl.uint8, bitcast=True), mask=inside)
+    if not cfg.mxfp8:
+        gl.store(outputs.out + place + GROUP, low.to(gl.uint8, bitcast=True), mask=inside)
     group = tile.row_tile // (shared // GROUP) + i
     count = outputs.num_row_tiles // (shared // GROUP)
     inside = (token < tile.token_end) & (group < count)
     gl.store(outputs.out_factors + token.to(gl.int64) * count + group, factors, mask=inside)
+
+
+@gluon.jit
+def in_mxfp8(h):
+    """Round h [features, tokens] to numbers of MXFP8, in groups of 32 features."""
+    rows: gl.constexpr = h.shape[0]
+    T: gl.constexpr = h.shape[1]
+    groups = h.reshape([rows // GROUP, GROUP, T])
+    factor, inverse = mxfp8_factors(gl.max(groups.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
+    return (near_e4m3(groups * inverse[:, None, :]) * factor[:, None, :]).reshape([rows, T])
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from envoi.epilogues.lower import Lowered
 from envoi.epilogues.outputs import chunk_columns, rows_must_fit
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import as_stored, max_experts
+from envoi.ops.gemm.hopper_mx.host import are_mxfp8, tokens_arguments
 from envoi.ops.gemm.hopper_w4a8.config import TILE, W4A8Config, w4a8_config
 from envoi.ops.gemm.hopper_w4a16.few import as_words, form_of
 from envoi.ops.gemm.triton import host as triton_host
@@ -21,7 +22,7 @@ from envoi.types import Matrix, QuantTensor
 
 def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     """Return why the kernel can't run this; "" if it can."""
-    if not isinstance(a, torch.Tensor) or a.dtype != torch.bfloat16:
+    if not are_mxfp8(a) and not (isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16):
         return "the tokens' format"
     if not isinstance(b, QuantTensor) or b.order != "fragments":
         return "the weights' order"
@@ -35,12 +36,27 @@ def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
 
 
 def run_gemm(
-    a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
+    a: Matrix, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping, config: W4A8Config | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
+    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list.
+
+    Tokens in MXFP8 are first widened to bf16, which holds their numbers, by a kernel of their own.
+    """
+    a = a if isinstance(a, torch.Tensor) else widened(a, offsets)
     launch_gemm = partial(_launch, a, b, offsets, config, grouping)
     return triton_host.run_with_rows(launch_gemm, a, b, offsets, ir, out_dtype, operands, grouping)
+
+
+def widened(a: QuantTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return tokens in MXFP8 [M, K] as bf16; rows of no expert stay unwritten."""
+    from envoi.ops.gemm.hopper_mx.tokens import widen_kernel
+    from envoi.runtime.launch import launch
+
+    tokens = torch.empty(a.shape, dtype=torch.bfloat16, device=a.device)
+    if tokens.numel():
+        launch(widen_kernel, *tokens_arguments(a, 0, tokens, offsets), {})
+    return tokens
 
 
 def chosen(a: torch.Tensor, b: QuantTensor, code: Lowered, grouping: Grouping) -> W4A8Config:

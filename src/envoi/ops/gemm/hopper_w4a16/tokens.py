@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
 from envoi.epilogues.device import cast_back, divide, e4m3, group_amax
+from envoi.epilogues.tile_triton import round_mxfp8
 from envoi.runtime.topk import experts_at
 
 GROUP: tl.constexpr = tl.constexpr(32)
@@ -65,7 +66,7 @@ def scale_token(x, ON_GPU: tl.constexpr):
 def permute_kernel(
     tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, largest, num_tokens,
     num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr, ON_GPU: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr, MXFP8: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Write one token to the rows of its slots, or of every EACH-th; the programs behind these: EXPERTS offsets each.
 
@@ -78,6 +79,7 @@ def permute_kernel(
     largest: None, or int32 [num_tokens * K], which is set to 0 for the first GEMM's rows; then rows are FP8 with a
     scale each, E4M3 bits [num_tokens * K, width] in order and row_factors, bit for bit as `envoi.quant.quantize`.
     row_factors: None, and rows are the tokens, [num_tokens * K, width] of their dtype.
+    MXFP8: tokens are rounded to it before; then low would be 0, and isn't written.
     ON_GPU: it casts to E4M3 itself, and the next kernel may start before this one ends; not in the interpreter.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
@@ -116,7 +118,10 @@ def permute_kernel(
                 if row >= 0:
                     tl.store(rows + row.to(tl.int64) * width + c, x, mask=c < width)
         else:
-            x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
+            x = widen(x)
+            if MXFP8:
+                x = round_mxfp8(tl.reshape(x, (1, WIDTH)))
+            x = tl.reshape(x, (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
             x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
             high, low, factor = split_token(x, ON_GPU)
             place = c // GROUP * (2 * GROUP) + c % GROUP
@@ -126,4 +131,5 @@ def permute_kernel(
                 if row >= 0:
                     at = rows + row.to(tl.int64) * (2 * width) + place
                     tl.store(at, high, mask=c < width)
-                    tl.store(at + GROUP, low, mask=c < width)
+                    if not MXFP8:
+                        tl.store(at + GROUP, low, mask=c < width)

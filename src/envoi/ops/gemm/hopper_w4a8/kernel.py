@@ -45,7 +45,8 @@ from envoi.runtime.aggregate import aggregate
 from envoi.runtime.ring import Ring
 from envoi.runtime.triton_compat import role_barrier, tma_load
 
-EPILOGUE_TOKENS = gl.constexpr(64)  # of one run of the epilogue
+EPILOGUE_TOKENS = gl.constexpr(64)  # of one run of the epilogue; half as many where it finds the largest of a group
+GROUPED_COLUMNS = gl.constexpr(16)  # of a chunk, from which on it does
 
 
 class Sources(NamedTuple):
@@ -306,7 +307,8 @@ def finish(accs, tile, buffers, epilogue):
     """
     T: gl.constexpr = accs[0].shape[1]
     cfg: gl.constexpr = epilogue.problem.cfg
-    if EPILOGUE_TOKENS < T:
+    most: gl.constexpr = EPILOGUE_TOKENS // 2 if epilogue.code.chunk_columns >= GROUPED_COLUMNS else EPILOGUE_TOKENS
+    if most < T:
         firsts = ()
         seconds = ()
         for r in gl.static_range(len(accs)):
@@ -314,7 +316,8 @@ def finish(accs, tile, buffers, epilogue):
             firsts = firsts + (first,)
             seconds = seconds + (second,)
         finish(firsts, tile, buffers, epilogue)
-        if tile.y + T // 2 < tile.row_end:
+        # Of few tokens the second half is never left out: with one more branch ptxas would put all products in line.
+        if T <= EPILOGUE_TOKENS or tile.y + T // 2 < tile.row_end:
             finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
     else:
         x = by_token(accs[0])
