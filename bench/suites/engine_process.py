@@ -37,6 +37,7 @@ RUNNERS = {"default": "auto", "envoi": "envoi"}  # name: SGLang's runner of expe
 CHUNK = 8192  # tokens of a prefill's step
 CACHE_GIB = 3  # of keys and values: 32,000 tokens of a model with 100 KB each, more than any step has
 CACHE_TOKENS = 36864  # the same for SGLang, which counts tokens
+DRAWN_BYTES = 32 << 20  # of weights at a time: see `envoi.quant.fragments.PART_BYTES`
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,13 @@ def fill(model: Any, *_: object, **__: object) -> None:
 
     for name, tensor in model.state_dict().items():
         source = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
-        parts = tensor if tensor.dim() == 3 else [tensor]  # an expert at a time: a draw takes memory of its own
-        for part in parts:
+        for part in tensor.split(_together(tensor)) if tensor.dim() == 3 else [tensor]:
             _draw(name, part, source)
+
+
+def _together(experts: Any) -> int:
+    """Return how many experts to draw at a time: a draw takes memory of its own."""
+    return max(1, len(experts) * DRAWN_BYTES // max(1, experts.nbytes))
 
 
 def _replace(place: Any, name: str, new: Any) -> None:

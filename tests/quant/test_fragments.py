@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from envoi.ops.gemm import grouped_gemm
-from envoi.quant import dequantize, quantize
+from envoi.quant import dequantize, fragments, quantize
 from envoi.quant.bits import unpack_nibbles
 from envoi.quant.fragments import to_fragments, to_rows, why_not_fragments
 from envoi.types import QuantTensor
@@ -74,6 +75,40 @@ def test_every_number_is_where_the_docstring_says(weights):
             assert int(codes[row, k]) == (second if block else first)
             factor = sf[tile, step, warp, g, block, k16 * (sf.shape[5] - 1), half]
             assert factor == x.sf.view(torch.uint8)[0, row, k // x.group[1]]
+
+
+@pytest.mark.parametrize("weights", [weights, nvfp4])
+def test_parts_of_the_experts_are_reordered_as_all_of_them(monkeypatch, weights):
+    x = weights(5)
+    together = to_fragments(copied(x))
+    monkeypatch.setattr(fragments, "PART_BYTES", x.values[:2].nbytes)
+    there = to_fragments(copied(x))
+    assert_same_bits(there.values, together.values)
+    assert_same_bits(there.sf.view(torch.uint8), together.sf.view(torch.uint8))
+
+
+class Asked(TorchDispatchMode):
+    """Recorder of the sizes of new tensors, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.sizes.append(found.untyped_storage().nbytes())
+        return found
+
+
+def test_many_experts_take_no_memory_that_vllm_uses_once():
+    x = weights(16, 2048, 2048)  # of 2 MiB, and 128 KiB of factors
+    with Asked() as asked:
+        to_fragments(x)
+    assert max(asked.sizes) >= 32 << 20
+    once = [size for size in asked.sizes if 1 << 20 < size <= 10 << 20]
+    assert len(once) <= 1, "of all experts' factors alone: see PART_BYTES"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ else `envoi.quant.int4.to_codes`. INT4 in groups of 128, 256, .. has factors for
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -33,6 +34,10 @@ from envoi.types import QuantTensor
 TILE = 64  # rows, and elements of K
 NOT_IN_TILES = f"rows and columns aren't multiples of {TILE}"
 LARGEST_CODE = 0x7E  # byte of E4M3's largest number; above are NaN and what is negative
+# Experts are reordered together, about so many bytes at a time. vLLM 0.33 loads with torch's `max_split_size_mb` of 20,
+# under which a block of 20 MiB, made for a request of 1 to 10 MiB, serves none like it again: one expert of a few MiB
+# at a time, packing a model would hold tens of GiB until it is loaded.
+PART_BYTES = 32 << 20
 
 # Axes of a matrix by rows: tile, warp, g, half | step, block, k16, k8, t, b; and of its factors: .. | step, block, to
 # which NVFP4's k16 belongs.
@@ -86,20 +91,24 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
         raise ValueError(f"weights: expected MXFP4 with scales_at_most_2, NVFP4 or INT4, by rows, {sizes}: {why}")
     if x.integers:
         return _int4_to_fragments(x)
-    for values, sf in zip(x.values, x.sf.view(torch.uint8), strict=True):
-        values.copy_(_values_to_fragments(values))
-        sf.copy_(_sf_to_fragments(sf, x.group[1]))
+    _reorder(x.values, _values_to_fragments)
+    _reorder(x.sf.view(torch.uint8), partial(_sf_to_fragments, columns=x.group[1]))
     return replace(x, order="fragments")
+
+
+def _reorder(x: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Reorder matrices [E, N, ..] in place; several that follow each other are one with more tiles of rows."""
+    for part in x.tensor_split(max(1, min(len(x), x.nbytes // PART_BYTES))):
+        part.copy_(reordered(part.flatten(0, 1)).view(part.shape))
 
 
 def _int4_to_fragments(x: QuantTensor) -> QuantTensor:
     columns = min(x.group[1], TILE)
     x = int4.with_columns(x, columns)
-    for values in x.values:
-        values.copy_(_integers_to_fragments(values, x.zeros is None))
+    _reorder(x.values, partial(_integers_to_fragments, symmetric=x.zeros is None))
     for part in (x.sf, x.zeros):
-        for matrix in () if part is None else part:
-            matrix.copy_(_sf_to_fragments(matrix, columns))
+        if part is not None:
+            _reorder(part, partial(_sf_to_fragments, columns=columns))
     return replace(x, order="fragments")
 
 
