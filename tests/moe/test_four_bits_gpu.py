@@ -247,7 +247,7 @@ def test_rows_of_l1_have_all_numbers_of_mxfp8(tile):
     weight[20] = torch.inf
     gate_up = to_fragments(replace(random_mxfp4(3, 2 * inside, H, (110, 124)), scales_at_most_2=True))
     offsets = torch.tensor([0, 1, 1, rows - 2], dtype=torch.int32, device="cuda")
-    config = fitted(config_of(*tile, H, 3))
+    config = fitted(config_of(*tile, H, 3, widened="bf16"))
 
     def ran(in_bf16: bool) -> list[torch.Tensor]:
         ir = expert_l1("swiglu", 7.0, False, "mxfp8", in_bf16=in_bf16).ir

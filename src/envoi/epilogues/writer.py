@@ -252,7 +252,9 @@ class Writer:
             self.line(f"quantize_pair({source}, buffers.stages[0], outputs[{index}], outputs[{index + 1}], {where})")
             return
         group = scheme.group[1]
-        magnitude = self._magnitude(node)
+        magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
+        if self.scattered:  # groups divide N
+            magnitude = f"L.abs({source})"
         if group:
             self.line(f"a{index} = group_amax(group_max({magnitude}, {group}))")
         else:
@@ -271,13 +273,6 @@ class Writer:
             self.line(f"store_row(outputs[{index + 1}], sf{index}, at.m, at.m_end, 1, 0)")
         to_e4m3 = "e4m3_of_group" if self.scattered else "e4m3"
         self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if spec.packed else f"{to_e4m3}(q{index})"))
-
-    def _magnitude(self, node: Node) -> str:
-        """Return the text of the magnitudes of what is quantised, 0 for columns from N on."""
-        source, d = f"v{node.args[0]}", node.shape.divisor
-        if self.scattered:  # groups divide N
-            return f"L.abs({source})"
-        return f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
 
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)

@@ -59,8 +59,8 @@ class Layer:
 class Buffers:
     """Buffers of one call: P = num_tokens * num_topk rows. routed, hidden: tokens as `few_kernel` reads them.
 
-    With FP8 tokens routed is uint8 [P, H], hidden bf16 [P, I], and hidden_factors int32 [P]. With bf16 tokens both are
-    bf16, [P, H] and [P, I], without factors.
+    Of MXFP8's numbers low is 0, and not written. With FP8 tokens routed is uint8 [P, H], hidden bf16 [P, I], and
+    hidden_factors int32 [P]. With bf16 tokens both are bf16, [P, H] and [P, I], without factors.
     """
 
     offsets: torch.Tensor  # int32 [E + 1]

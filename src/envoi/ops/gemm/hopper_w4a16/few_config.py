@@ -18,7 +18,7 @@ SM_WARPS = 16  # that 128 registers a thread leave room for
 # Tokens of a tile and warps of a CTA. The first that fills an SM is taken: tokens' whole K is in shared memory, so that
 # where they are wide fewer CTAs fit, of more warps. Tiles of 16 by 4 warps are slower.
 TILES = (16, 8), (16, 16), (8, 4), (8, 8), (8, 16)
-LATE, LATE_MXFP8 = 2, 1  # steps of five, in tiles of 16; for tokens of one E4M3, with two registers are spilled
+LATE, LATE_MXFP8 = 2, 3  # steps of five, in tiles of 16; of tokens in one E4M3, which with two spill registers
 LATE_INT4 = {(1, True): 1, (1, False): 1, (2, True): 3, (2, False): 2}  # by words of factors a step, and whether L1
 LATE_BF16 = {1: 1, 2: 2}  # by words of factors a step: with fewer, registers are spilled
 SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16

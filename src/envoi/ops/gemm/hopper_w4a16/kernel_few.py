@@ -3,10 +3,10 @@
     acc[row, token] = sum over groups k of 32:  2^sf[row, k] * (w[row, k] @ high[k, token] + w[row, k] @ low[k, token])
 
 bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
-exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights, INT4,
-whose numbers E4M3 holds too, in seven. So 32 of K are two wgmma m64nTk32 into a fresh accumulator, and a multiply-add
-for each of its elements: what the factor costs. INT4 less zero points becomes bf16 in eleven operations, E4M3 in
-thirteen: there tokens stay bf16, and 32 of K are two wgmma m64nTk16.
+exact for all that isn't 2^9 below the largest. MXFP8's have 4, so that there is no low. E2M1 becomes E4M3 in five
+integer operations for eight weights, INT4, whose numbers E4M3 holds too, in seven. So 32 of K are two wgmma m64nTk32,
+or one, into a fresh accumulator, and a multiply-add for each of its elements: what the factor costs. INT4 less zero
+points becomes bf16 in eleven operations, E4M3 in thirteen: there tokens stay bf16, and 32 of K are two wgmma m64nTk16.
 
 Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
 memory. There are no roles and no barriers in the loop: 16 warps an SM hide each other's waits, in 4 CTAs, or in 2 or 1
