@@ -1,4 +1,4 @@
-"""Kinds of y boxes of the Hopper GEMM, their own methods run over simulated buffers: what a stage loads, and where."""
+"""Boxes of the Hopper GEMM, their own methods run over simulated buffers: what a stage loads of y and x, and where."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from envoi.ops.gemm.hopper import pipeline, y_boxes
-from envoi.ops.gemm.hopper.config import NARROWED, TWO_WIDTHS, Config
+from envoi.ops.gemm.hopper.config import NARROWED, SHORT_BYTES, SHORT_ROWS, TWO_WIDTHS, Config
 from envoi.ops.gemm.hopper.pipeline import Pipeline
 
 STAGE, FIRST_ROW, EXPERT, K = 1, 1000, 3, 128
@@ -87,7 +87,7 @@ def loads(config: Config, monkeypatch, is_low: bool = False, halves: bool = Fals
     y_desc = desc(config.main_y, config)
     boxes.load(y_desc, desc(second, config), None, STAGE, tile, K, is_low)
     ring = SimpleNamespace(expect=lambda stage, num_bytes: expected.append(num_bytes))
-    with_methods(Pipeline, cfg=config, ring=ring).expect(desc(0, config), y_desc, STAGE, is_low)
+    with_methods(Pipeline, cfg=config, ring=ring).expect(desc(0, config), y_desc, None, STAGE, tile, is_low)
     return boxes, found, expected[0]
 
 
@@ -140,3 +140,55 @@ def test_halves_are_counted_within_an_expert(block_y, monkeypatch):
     _, found, _ = loads(config, monkeypatch, halves=True)
     rows = [at[1] for _, at, _ in found]
     assert rows == [FIRST_ROW // 2, (FIRST_ROW + config.main_y) // 2][: len(found)]
+
+
+class Matrices:
+    """Shared memory as matrices [rows, columns] of bytes; its parts are (first byte, number of bytes)."""
+
+    def __init__(self, shape: list[int]) -> None:
+        _, rows, columns = shape
+        self.size = rows * columns
+
+    def index(self, i: int) -> tuple[int, int]:
+        return i * self.size, self.size
+
+
+@pytest.mark.parametrize("rows", [1, SHORT_ROWS, SHORT_ROWS + 1, 64, 200])
+@pytest.mark.parametrize("block_k", [128, 256])
+def test_a_tile_of_few_rows_loads_them_alone_where_its_box_has_them(rows, block_k, monkeypatch):
+    config = Config(64, 2, 128, block_k, 4, pingpong=True, short_boxes=True)
+    found, expected = [], []
+    monkeypatch.setattr(pipeline, "gl", SimpleNamespace(static_range=range))
+    monkeypatch.setattr(pipeline, "reinterpret", lambda bufs, dtype, shape, layout: Matrices(shape))
+    for name in ("num_x_boxes", "num_y_boxes", "x_box_index"):
+        monkeypatch.setattr(pipeline, name, as_python(getattr(pipeline, name)))
+
+    def load(desc, at, full, part, pred):
+        if pred:
+            found.append((desc.rows, at, part))
+
+    def box_desc(rows: int, columns: int) -> Any:
+        block = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns)
+        return SimpleNamespace(rows=rows, block_type=block, dtype=None, layout=None)
+
+    monkeypatch.setattr(pipeline, "tma_load", load)
+    ring = SimpleNamespace(
+        full=SimpleNamespace(index=lambda stage: stage),
+        expect=lambda stage, num_bytes, pred: expected.append(num_bytes) if pred else None,
+    )
+    bufs = Matrices([config.num_x_boxes, 64, block_k])
+    stages = with_methods(Pipeline, cfg=config, ring=ring, x_bufs=bufs, takes_halves=False)
+    x, y, short = box_desc(64, block_k), box_desc(128, block_k), box_desc(SHORT_ROWS, SHORT_BYTES)
+    tile = SimpleNamespace(x=FIRST_ROW, row_end=FIRST_ROW + rows, expert=EXPERT)
+    stages.expect(x, y, short, STAGE, tile, False)
+    stages.load_x(x, short, STAGE, tile, K, False)
+    first = STAGE * 64 * block_k
+    if rows > SHORT_ROWS:
+        assert found == [(64, [FIRST_ROW, K], (first, 64 * block_k))]
+    else:
+        # A box of 64 rows of block_k bytes is block_k / 128 matrices of 64 rows of 128 bytes.
+        assert found == [
+            (SHORT_ROWS, [FIRST_ROW, K + at], (first + 64 * at, SHORT_ROWS * SHORT_BYTES))
+            for at in range(0, block_k, SHORT_BYTES)
+        ]
+    assert expected == [sum(size for *_, (_, size) in found) + 128 * block_k]
