@@ -29,7 +29,7 @@ def why_not_mx(a: Matrix, b: Matrix, ir: IR) -> str:
         return "the weights' format"
     if b.order != "rows":
         return "the weights' order"
-    if not are_mxfp8(a) and not (isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16):
+    if not become_bf16(a):
         return "the tokens' format"
     if ir.takes_halves:
         return "halves of the weights' rows"
@@ -55,9 +55,11 @@ def tokens_arguments(
     )  # fmt: skip
 
 
-def are_mxfp8(a: Matrix) -> bool:
-    """Return True for tokens in MXFP8."""
-    return isinstance(a, QuantTensor) and not a.packed and a.sf.dtype == torch.float8_e8m0fnu and a.group == (1, 32)
+def become_bf16(a: Matrix) -> bool:
+    """Return True for tokens that `tokens.widen_kernel` makes bf16 without loss: in bf16 or MXFP8."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == torch.bfloat16
+    return not a.packed and a.sf.dtype == torch.float8_e8m0fnu and a.group == (1, 32)
 
 
 def factor_words(sf: torch.Tensor) -> torch.Tensor:

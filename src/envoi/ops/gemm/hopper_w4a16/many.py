@@ -10,7 +10,7 @@ from envoi.epilogues.lower import Lowered
 from envoi.epilogues.outputs import chunk_columns, rows_must_fit
 from envoi.ops.gemm.grouping import Grouping, RowMode
 from envoi.ops.gemm.hopper.host import as_stored, max_experts
-from envoi.ops.gemm.hopper_mx.host import are_mxfp8, tokens_arguments
+from envoi.ops.gemm.hopper_mx.host import become_bf16, tokens_arguments
 from envoi.ops.gemm.hopper_w4a8.config import TILE, W4A8Config, w4a8_config
 from envoi.ops.gemm.hopper_w4a16.few import as_words, form_of
 from envoi.ops.gemm.triton import host as triton_host
@@ -22,7 +22,7 @@ from envoi.types import Matrix, QuantTensor
 
 def why_not_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     """Return why the kernel can't run this; "" if it can."""
-    if not are_mxfp8(a) and not (isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16):
+    if not become_bf16(a):
         return "the tokens' format"
     if not isinstance(b, QuantTensor) or b.order != "fragments":
         return "the weights' order"
