@@ -157,15 +157,14 @@ def by_candidates(p: Problem, order: Order) -> bool:
 def at_once(p: Problem, order: Order, early: bool, has_groups: bool) -> bool:
     """Tell whether `select_kernel` is compiled without code for long rows, where that was measured to be faster.
 
-    Not where it leaves so few registers a program that the first idle SM gets several while others have none: 128 rows
-    of 3000 tokens took 29.9 us instead of 26.0. early: it is launched before the scores' end, as it was measured; if
-    not, the code is left out wherever rows have no groups.
+    early: it is launched before the scores' end, as it was measured; other sets than a prefill's are `set_kernel`'s
+    then. If not, the code is left out wherever rows have no groups.
     """
     if p.max_length > chunk_of(p):
         return False
     if not early:
         return not has_groups
-    return p.is_prefill if not order.by_score else 2 * p.num_rows <= num_sms(p.q.device)
+    return 2 * p.num_rows <= num_sms(p.q.device) if order.by_score else p.is_prefill
 
 
 def chunk_of(p: Problem) -> int:

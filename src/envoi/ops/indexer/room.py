@@ -2,9 +2,9 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """Shared memory of a program, addressed word by word: Triton has neither indices into it nor atomics on it.
 
-    declare                                        once, first in the kernel
-    put, put2, get, get2, add, fetch_add, append, set_bits    by word; a barrier between what one thread puts and
-                                                   another gets: tl.debug_barrier()
+    declare                                                   once, first in the kernel
+    put, put2, get, get2, add, fetch_add, append, set_bits    by word
+    tl.debug_barrier                                          between what one thread puts and another gets
 
 The words belong to the kernel alone; they begin undefined. In the interpreter they are those of `room`, a tensor.
 `add`, `fetch_add` and `append` count every copy of an element: only for tensors with as many elements as threads, or
@@ -30,17 +30,24 @@ def declare():
         )
 
 
+@triton.constexpr_function
+def _where_mask(instruction):
+    """Write the assembly of an instruction on word $1 with value $2 where $3."""
+    return (
+        "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $3, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
+        f" @p {instruction} [a], $2; mov.b32 $0, 0; }}"
+    )
+
+
 @triton.jit
 def put(room, index, value, mask):
     """Store 32-bit values at words where mask."""
     if INTERPRETED:
         tl.store(room + index, value.to(tl.int32, bitcast=True), mask=mask)
     else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $3, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
-            " @p st.shared.b32 [a], $2; mov.b32 $0, 0; }",
-            "=r,r,r,r", [index, value, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        TEXT: tl.constexpr = _where_mask("st.shared.b32")
+        given = [index, value, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(TEXT, "=r,r,r,r", given, tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -138,11 +145,9 @@ def set_bits(room, index, bits, mask):
     if INTERPRETED:
         tl.atomic_or(room + index, bits, mask=mask)
     else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, $3, 0; mov.u32 a, envoi_room; mad.lo.s32 a, $1, 4, a;"
-            " @p red.shared.or.b32 [a], $2; mov.b32 $0, 0; }",
-            "=r,r,r,r", [index, bits, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        TEXT: tl.constexpr = _where_mask("red.shared.or.b32")
+        given = [index, bits, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(TEXT, "=r,r,r,r", given, tl.int32, is_pure=False, pack=1)
 
 
 _REGISTERS = tl.constexpr(66)
@@ -212,11 +217,5 @@ def exchange(room, piece, barrier, total, MOST: tl.constexpr, PROGRAMS: tl.const
     MOST * PROGRAMS is at most their number.
     """
     TEXT: tl.constexpr = _exchanging(MOST, PROGRAMS, WORDS)
-    tl.inline_asm_elementwise(
-        TEXT,
-        "=r,r,r,r,r,r",
-        [piece.source, piece.target, barrier, piece.number, total],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    given = [piece.source, piece.target, barrier, piece.number, total]
+    tl.inline_asm_elementwise(TEXT, "=r,r,r,r,r,r", given, tl.int32, is_pure=False, pack=1)

@@ -350,9 +350,9 @@ def _in_scheme(
 def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) -> ExpertWeights:
     """Put MX and NVFP4 weights into the order that the Hopper kernels read.
 
-    4-bit weights are put into an order of the tensor cores' operands, if both can be, in place
-    but for memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is
-    copied but scale factors, where their rows don't start on 16 bytes.
+    4-bit weights are put into an order of the tensor cores' operands, if both can be, in place but for memory of
+    `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is copied but scale
+    factors, where their rows don't start on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
