@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from envoi.ops.indexer import fast, kernel_candidates, kernel_rank, kernel_select, kernel_set, reference
+from envoi.ops.indexer import fast, kernel_best, kernel_candidates, kernel_rank, kernel_select, kernel_set, reference
 from envoi.runtime.launch import launch
 
 GROUPS = fast.NUM_GROUPS
@@ -62,6 +62,8 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, way: fast.Wa
         launch(kernel_rank.rank_kernel, *fast.rank_arguments(p, space, 0, len(rows), out, errors, order))
     elif way == "clusters":
         launch(kernel_set.set_kernel, *fast.set_arguments(p, space, 0, len(rows), out, errors, order))
+        if order.by_score:
+            launch(kernel_best.best_kernel, *fast.best_arguments(p, space, 0, len(rows), out, order))
     else:
         launch(kernel_select.select_kernel, *fast.select_arguments(p, space, 0, len(rows), out, errors, order, False))
     found = []

@@ -22,9 +22,10 @@ def test_kinds(order, k):
 
 @pytest.mark.parametrize("longest", [4096, 8192, 16384, 32768, 65536, 131072])
 @pytest.mark.parametrize("as_torch", [True, False])
-@pytest.mark.parametrize("k", [300, 2048])
-def test_in_registers(k, as_torch, longest):
-    order = Order(slots=True, by_score=False, as_torch=as_torch)
+@pytest.mark.parametrize("by_score", [True, False])
+@pytest.mark.parametrize("k", [201, 300, 2048])
+def test_in_registers(k, by_score, as_torch, longest):
+    order = Order(slots=True, by_score=by_score, as_torch=as_torch)
     lengths = (longest, longest - 63, longest // 2 + 1, 2049, 513, 70)
     for kind, rows in hostile_rows(torch.Generator("cuda").manual_seed(k), lengths):
         assert wrong_rows(rows, k, order, way="clusters") == [], kind

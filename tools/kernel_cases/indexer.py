@@ -13,7 +13,7 @@ from tools.kernel_cases.planning import case_of
 
 NUM_PAGES, HEADS, K = 4096, 64, 2048
 FP32, INT32 = torch.float32, torch.int32
-LONGER, LONG, SHORT = 8192, 2048, 64  # pages in a row of the table
+LONGER, LISTED, LONG, SHORT = 8192, 4096, 2048, 64  # pages in a row of the table
 
 
 def _problem(
@@ -50,13 +50,14 @@ def _exact(width: int) -> Any:
 
 
 SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score")
+LISTING = partial(call_of_fast, "score", LISTED)
 KERNELS = (
     case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
     case_of(
         "indexer-scores-sm90-groups", "the same, with the best of groups of neighbours", HOPPER,
         partial(call_of_fast, "position", LONGER), "scores_kernel",
     ),
-    case_of("indexer-scores-listed", "the same, before candidates are listed", HOPPER, BEST, "scores_kernel"),
+    case_of("indexer-scores-listed", "the same, before candidates are listed", HOPPER, LISTING, "scores_kernel"),
     *(
         case_of(f"indexer-scores-sm90-{name}", about, HOPPER, call, "scores_kernel")
         for name, about, call in (
@@ -99,8 +100,11 @@ KERNELS = (
             ("-128", "the 128 best, of rows of 131072 tokens at most", partial(SET, k=128)),
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
+            ("-first", "the k best by position, before they are put in order", BEST),
         )
     ),
+    case_of("indexer-best", "the k best of a set, best first", HOPPER, BEST, "best_kernel"),
+    case_of("indexer-best-201", "the 201 best, whose rows aren't aligned", HOPPER, partial(BEST, k=201), "best_kernel"),
     case_of(
         "indexer-select", "the k best by position, of longer rows; launched before the scores' kernel ends", HOPPER,
         partial(call_of_fast, "position", LONGER), "select_kernel",
@@ -133,12 +137,8 @@ KERNELS = (
         )
     ),
     case_of(
-        "indexer-select-best-first", "the k best, best first", HOPPER, partial(call_of_fast, "score", SHORT),
-        "select_kernel",
-    ),
-    case_of(
-        "indexer-select-best-first-many", "the same, of more rows than half of the SMs", HOPPER,
-        partial(call_of_fast, "score", SHORT, next_n=128), "select_kernel",
+        "indexer-select-best-first", "the k best, best first, of longer rows than candidates are listed of", HOPPER,
+        partial(call_of_fast, "score", LONGER), "select_kernel",
     ),
     case_of(
         "indexer-select-portable", "the k best, best first, launched after the scores", EVERY_ARCH,
@@ -151,8 +151,8 @@ KERNELS = (
     *(
         case_of(f"indexer-{name}", about, EVERY_ARCH, call, kernel)
         for name, about, call, kernel in (
-            ("candidates", "candidates for the k best, in one pass over the scores", BEST, "candidates_kernel"),
-            ("rank", "output places of the candidates", BEST, "rank_kernel"),
+            ("candidates", "candidates for the k best, in one pass over the scores", LISTING, "candidates_kernel"),
+            ("rank", "output places of the candidates", LISTING, "rank_kernel"),
             ("rank-as-torch", "output places, short rows as torch sorts them", partial(_exact, LONG), "rank_kernel"),
             ("exact", "scores in float32, every rounding in torch's order", partial(_exact, LONG), "exact_kernel"),
         )

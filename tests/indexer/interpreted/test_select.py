@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.ops.indexer import fast, kernel_order
+from envoi.ops.indexer import fast, kernel_best, kernel_order
 from envoi.ops.indexer.fast import Order
 from tests.indexer.rows import hostile_rows, wrong_rows
 
@@ -31,6 +31,35 @@ def test_in_registers_nan_first():
     assert wrong_rows([row[:1031] for row in KINDS["NaN"]], 100, order, way="clusters") == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_registers_best_first(kind):
+    rows_of_kind = [row[:n] for row in KINDS[kind] for n in (300, 700, 1031)]
+    assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=True), way="clusters") == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 33, 201, 2047, 2048])
+def test_in_registers_best_first_of_k(k):
+    assert wrong_rows(rows(0, 1, k - 1, k, k + 1, 3000), k, Order(slots=False, by_score=True), way="clusters") == []
+
+
+def test_in_registers_best_first_nan_first():
+    order = Order(slots=True, by_score=True, as_torch=True)
+    assert wrong_rows([row[:1031] for row in KINDS["NaN"]], 512, order, way="clusters") == []
+
+
+def refuse(*_):
+    raise AssertionError("another path")
+
+
+@pytest.mark.parametrize(("alike", "unused"), [(31, "sort_by_radix"), (32, "rank_in_bins")])
+def test_equal_scores_are_sorted_where_they_are_many(alike, unused, monkeypatch):
+    """Check that a bin of 31 tokens is compared within itself, and that one of 32 is not."""
+    monkeypatch.setattr(kernel_best, unused, refuse)
+    row = torch.arange(400.0)
+    row[-alike:] = 399.0
+    assert wrong_rows([row], 512, Order(slots=True, by_score=True), way="clusters") == []
+
+
 @pytest.fixture
 def at_once(monkeypatch):
     monkeypatch.setattr(fast, "at_once", lambda *_: True)
@@ -52,10 +81,6 @@ def test_best_first(kind):
 @pytest.mark.parametrize("kind", [*BEST_FIRST, "neighbours alike", "rising and falling"])
 def test_best_first_at_once(kind, at_once):
     assert wrong_rows([row[:1500] for row in KINDS[kind]], 512, Order(slots=True, by_score=True)) == []
-
-
-def refuse(*_):
-    raise AssertionError("the slow path")
 
 
 @pytest.mark.parametrize("kind", ["a sixteenth best", "few values"])

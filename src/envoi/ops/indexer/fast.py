@@ -8,7 +8,15 @@ from typing import Any, Literal
 import torch
 
 from envoi import env
-from envoi.ops.indexer import kernel_candidates, kernel_rank, kernel_scores, kernel_select, kernel_set, room
+from envoi.ops.indexer import (
+    kernel_best,
+    kernel_candidates,
+    kernel_rank,
+    kernel_scores,
+    kernel_select,
+    kernel_set,
+    room,
+)
 from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE, is_fp4
 from envoi.runtime import workspace as workspace_of
 from envoi.runtime.devices import implementation, num_sms
@@ -40,6 +48,7 @@ SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also
 PREFILL_CHUNK = 4096  # scores that a program of a prefill's selection holds
 SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that several programs run on an SM
 MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
+BEST_WARPS = 16  # of a program that puts a set in order
 SET_WARPS = 32  # of such a program, where LONG_CHUNK scores are too few
 SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
 PARTS = 4  # programs that select from a longer row
@@ -120,7 +129,8 @@ class Workspace:
     counters: torch.Tensor | None = None
 
 
-# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs (`kernel_set`).
+# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs (`kernel_set`), whose
+# sets `kernel_best` puts in order.
 Way = Literal["radix", "candidates", "clusters"]
 
 
@@ -136,7 +146,7 @@ def list_words(p: Problem) -> int:
 
 def way_of(p: Problem, order: Order, early: bool) -> Way:
     """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
-    if early and not order.by_score and not p.is_prefill and p.max_length <= MOST_PROGRAMS * CHUNKS[-1]:
+    if early and not p.is_prefill and p.max_length <= MOST_PROGRAMS * CHUNKS[-1]:
         return "clusters"
     return "candidates" if by_candidates(p, order) else "radix"
 
@@ -144,8 +154,8 @@ def way_of(p: Problem, order: Order, early: bool) -> Way:
 def by_candidates(p: Problem, order: Order) -> bool:
     """Tell whether candidates for the best, ranked by many programs a row, are faster than PARTS programs a row.
 
-    They are where the best come first in long rows, and where any order will do in a row or two that are very long.
-    Not in a prefill, whose rows fill the GPU.
+    They are where the best come first in long rows, and where any order will do in a row or two that are very long:
+    rows too long for clusters, or not of the fast mode on Hopper. Not in a prefill, whose rows fill the GPU.
     """
     if p.max_length > MOST_CANDIDATES or p.is_prefill:
         return False
@@ -157,14 +167,12 @@ def by_candidates(p: Problem, order: Order) -> bool:
 def at_once(p: Problem, order: Order, early: bool, has_groups: bool) -> bool:
     """Tell whether `select_kernel` is compiled without code for long rows, where that was measured to be faster.
 
-    early: it is launched before the scores' end, as it was measured; other sets than a prefill's are `set_kernel`'s
-    then. If not, the code is left out wherever rows have no groups.
+    early: it is launched before the scores' end, as it was measured; if not, the code is left out wherever rows have no
+    groups.
     """
     if p.max_length > chunk_of(p):
         return False
-    if not early:
-        return not has_groups
-    return 2 * p.num_rows <= num_sms(p.q.device) if order.by_score else p.is_prefill
+    return p.is_prefill and not order.by_score if early else not has_groups
 
 
 def chunk_of(p: Problem) -> int:
@@ -277,6 +285,8 @@ def in_blocks(
             rest = first, num_rows, out, errors, order
             if way == "clusters":
                 launch(kernel_set.set_kernel, *set_arguments(p, space, *rest))
+                if order.by_score:
+                    launch(kernel_best.best_kernel, *best_arguments(p, space, first, num_rows, out, order))
             elif way == "candidates":
                 launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
                 launch(kernel_rank.rank_kernel, *rank_arguments(p, space, *rest))
@@ -405,8 +415,20 @@ def set_arguments(
         options["maxnreg"] = SELECT_REGISTERS
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots, order.as_torch, chunk, programs, programs == 1 and num_rows <= num_sms(p.q.device),
+        p.k, order.slots and not order.by_score, order.as_torch, chunk, programs,
+        programs == 1 and num_rows <= num_sms(p.q.device), order.by_score,
     ), options  # fmt: skip
+
+
+def best_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, order: Order
+) -> tuple[tuple[int], tuple, dict]:
+    """Return grid, arguments and options of `best_kernel`."""
+    words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
+    return (num_rows,), (
+        space.logits, p.seq_lens, p.table, out, words, first, num_rows, p.width, p.next_n,
+        p.k, order.slots, order.as_torch,
+    ), {"num_warps": BEST_WARPS, "launch_pdl": True}  # fmt: skip
 
 
 def candidates_arguments(

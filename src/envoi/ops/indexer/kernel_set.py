@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogues.device import INF, INTERPRETED, in_order
 from envoi.ops.indexer import room as words
@@ -374,12 +374,13 @@ def choose_share(
 def set_kernel(
     logits, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, CLUSTER: tl.constexpr,
-    ALONE: tl.constexpr,
+    ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output, by position, and its error, as `select_kernel` does: CLUSTER programs a row.
 
     No row is longer than CLUSTER * CHUNK. Launched before the scores' kernel ends, with at least 64 * CLUSTER threads.
     ALONE: there is an SM for each program; if two fitted one, the first idle SM would get two while others have none.
+    BEFORE_BEST: `best_kernel` follows, launched as soon as all programs run; it reads the scores of short rows too.
     """
     words.declare()
     own = tl.program_id(0) // CLUSTER
@@ -390,6 +391,8 @@ def set_kernel(
         cluster.form(CLUSTER)
         set_up_barriers(room, rank * 0 + BARRIERS_AT, NUM_BARRIERS)
         cluster.arrive()
+    if BEFORE_BEST and not INTERPRETED:
+        gdc_launch_dependents()
     row = first_row + own
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
@@ -415,6 +418,9 @@ def set_kernel(
             choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER)
         else:
             choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK, CLUSTER)
-    elif rank == 0:
-        slots = tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1)
-        tl.store(out + row.to(tl.int64) * K + bins, slots, mask=bins < K)
+    else:
+        if rank == 0:
+            slots = tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1)
+            tl.store(out + row.to(tl.int64) * K + bins, slots, mask=bins < K)
+        if BEFORE_BEST and not INTERPRETED:
+            gdc_wait()  # what waits for this kernel's end waits for the scores, whatever the lengths
