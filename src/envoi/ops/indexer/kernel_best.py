@@ -29,6 +29,7 @@ COUNT_AT: tl.constexpr = tl.constexpr(16)  # first bit of a count in a bin's wor
 ALIKE: tl.constexpr = LANES  # tokens in a bin from which all are sorted
 ENDS_AT: tl.constexpr = tl.constexpr(4160)  # words: the greatest and the least score of each row of tokens
 SEATS_AT: tl.constexpr = tl.constexpr(4448)  # which seats of bins are taken, the last one or those after it
+LAST_PAIR: tl.constexpr = tl.constexpr(PAIRS_AT.value + MOST.value)  # behind all tokens; one for all that are done
 
 
 @triton.jit
@@ -88,11 +89,11 @@ def rank_in_bins(room, r, cell, seat, valid, most):
     tl.debug_barrier()
     rank = begin
     number = tl.where(number > 1, number, 0)
-    for nth in range(tl.where(most > 1, most, 0)):
-        inside = nth < number
-        other, other_id = get2(room, PAIRS_AT + tl.where(inside, begin + nth, 0))  # one word for all that are done
-        other = other.to(tl.uint32, bitcast=True)
-        rank += (inside & ((other < r) | ((other == r) & (other_id < ids)))).to(tl.int32)
+    for first in range(0, most, 2):
+        for nth in tl.static_range(2):
+            other, other_id = get2(room, tl.where(first + nth < number, PAIRS_AT + begin + first + nth, LAST_PAIR))
+            other = other.to(tl.uint32, bitcast=True)
+            rank += ((other < r) | ((other == r) & (other_id < ids))).to(tl.int32)
     return rank
 
 
@@ -118,6 +119,7 @@ def best_kernel(
     put(room, cells, cells * 0, cells >= 0)
     lanes = tl.arange(0, LANES)
     put(room, SEATS_AT + lanes, lanes * 0, lanes >= 0)
+    put2(room, LAST_PAIR + lanes * 0, tl.full((LANES,), BEHIND, tl.uint32), lanes * 0, lanes >= 0)
     tl.debug_barrier()
     if not INTERPRETED:
         gdc_wait()
