@@ -44,6 +44,23 @@ def test_hostile(name):
         assert verdict, verdict.problem
 
 
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_a_set_that_is_put_in_order(next_n):
+    """Check a decode as on Hopper: short rows among long ones, and a page outside the cache."""
+    lengths = 1200, 3, 300, 0, 129
+    q, cache, weights, seq_lens, table = one(lengths, num_heads=4, next_n=next_n).tensors()
+    table[2, 4] = len(cache)
+    p = problem((q, cache, weights, seq_lens, table), 128, next_n)
+    own = scores(p)
+    out, errors = fast.in_blocks(p, fast.score, fast.Order(slots=True, by_score=True), early=True)
+    for row in range(p.num_rows):
+        request, seen = row // next_n, max(lengths[row // next_n] - next_n + 1 + row % next_n, 0)
+        want = to_slots(reference.best(own[row, : 0 if request == 2 else seen], 128), table[request])
+        assert out[row, : len(want)].tolist() == want.tolist()
+        assert bool((out[row, len(want) :] == -1).all())
+        assert bool(errors[row]) == (request == 2)
+
+
 @pytest.mark.parametrize(("heads", "k"), [(1, 16), (4, 128), (7, 1), (8, 256), (16, 200), (48, 1000)])
 def test_heads_and_k(heads, k):
     tensors = one((1200, 3, 130), num_heads=heads).tensors()
