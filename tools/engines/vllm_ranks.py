@@ -132,7 +132,7 @@ def main(rank: int, port: int) -> None:
     stack = contextlib.ExitStack()
     start(stack, rank, port)
     checks = Checks()
-    for name in RUN:
+    for name in sys.argv[1:] or RUN:
         for ours, moves in itertools.product((False, True), repeat=2):
             os.environ["ENVOI_VLLM_EP"] = str(int(ours))
             kernel, error = run(name, rank, moves)
