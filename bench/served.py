@@ -34,11 +34,9 @@ def line(measurements: Sequence[Measurement]) -> str:
         least, most = number(min(found)), number(max(found))
         span = most if least == most else f"{least} to {most}"
         parts.append(f"{span} times the tokens/s in {phase}")
-    models = list(_by_model(measurements))
-    which = f"sizes of {models[0]}" if len(models) == 1 else f"sizes of {len(models)} models"
-    return (
-        f"{' and '.join(parts)} ({which}, {_engine(measurements[0])} {_versions(measurements)}, {measurements[0].gpu})"
-    )
+    models = list(_by_model(measurements))  # with the engine and its version
+    which = f"{len(models)} models, {_engine(measurements[0])} {_versions(measurements)}" if len(models) > 1 else models[0]
+    return f"{' and '.join(parts)} (sizes of {which}, {measurements[0].gpu})"
 
 
 def baseline_named(engine: str) -> str:
