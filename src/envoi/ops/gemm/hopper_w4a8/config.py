@@ -31,7 +31,9 @@ TILES = {
     ),
 }  # fmt: skip
 MOST_OF_THREE = 256  # experts, beyond which three CTAs have too few registers
-MOST_PRODUCER = 72  # registers of a thread of the producer
+# Registers of a thread of the producer: up to so many experts, and for more. With a few more for it, and fewer for the
+# consumer, ptxas puts the consumer's products in line.
+PRODUCER_REGISTERS, FEWER_EXPERTS, PRODUCER_REGISTERS_OF_MORE = 24, 256, 32
 # Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
 DRAWS = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
 
@@ -101,7 +103,7 @@ class W4A8Config(SwappedTiles):
     @property
     def producer_registers(self) -> int:
         """Registers of a thread of the producer, which in the beginning holds numbers of all experts."""
-        return min(MOST_PRODUCER, 24 + max(0, self.max_experts // 32 - 4) * 4)
+        return PRODUCER_REGISTERS if self.max_experts <= FEWER_EXPERTS else PRODUCER_REGISTERS_OF_MORE
 
     @property
     def options(self) -> dict[str, int]:
