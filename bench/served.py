@@ -35,7 +35,9 @@ def line(measurements: Sequence[Measurement]) -> str:
         span = most if least == most else f"{least} to {most}"
         parts.append(f"{span} times the tokens/s in {phase}")
     models = list(_by_model(measurements))  # with the engine and its version
-    which = f"{len(models)} models, {_engine(measurements[0])} {_versions(measurements)}" if len(models) > 1 else models[0]
+    which = (
+        f"{len(models)} models, {_engine(measurements[0])} {_versions(measurements)}" if len(models) > 1 else models[0]
+    )
     return f"{' and '.join(parts)} (sizes of {which}, {measurements[0].gpu})"
 
 

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
-from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
+from tools.kernel_cases.planning import Layer, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 2048, 6, 32, 4096, 2048
-NUM_RANKS, SENT_EXPERTS = 2, 128  # and a rank's experts, of a layer whose rows are sent
 
 
 def _layer(format: str, num_tokens: int = M, arch: str = HOPPER[0], mapped: bool = False) -> Layer:
@@ -36,11 +35,4 @@ KERNELS = tuple(
         ("l1-few", "L1 that asks for weights before its rows are there", HOPPER, _layer("bf16", M // 64), "gemm"),
         ("both-gemms-few", "with 48 rows an expert", HOPPER, _layer("fp8_block128", M // 8), "fused"),
     )
-)
-SENT = LayerOfRanks(
-    Layer("fp8_block128", M, HIDDEN, INTERMEDIATE, SENT_EXPERTS, NUM_TOPK, layout="interleaved"), NUM_RANKS
-)
-KERNELS += (
-    case_of("experts-both-gemms-sent", "whose rows are sent to their ranks", HOPPER, SENT, "fused_kernel"),
-    case_of("experts-both-gemms-sent-fp8", "in FP8", HOPPER, replace(SENT, results="fp8_1x128"), "fused_kernel"),
 )

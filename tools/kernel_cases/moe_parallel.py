@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tools.kernel_cases import EVERY_ARCH
+from tools.kernel_cases import EVERY_ARCH, HOPPER
 from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
@@ -64,4 +64,17 @@ RESULTS = tuple(
         ("send-rows", "rows of other experts, quantised", "bf16", "send_rows_kernel"),
     )
 )
-KERNELS = NVLINK + HOSTS + PLACEMENT + RESULTS
+SENT = LayerOfRanks(Layer("fp8_block128", M, HIDDEN, 2048, 128, NUM_TOPK, layout="interleaved"), num_ranks=2)
+ONE_LAUNCH = (
+    case_of(
+        "experts-both-gemms-sent",
+        "L1 and L2 in one launch, whose rows are sent to their ranks",
+        HOPPER,
+        SENT,
+        "fused_kernel",
+    ),
+    case_of(
+        "experts-both-gemms-sent-fp8", "the same, in FP8", HOPPER, replace(SENT, results="fp8_1x128"), "fused_kernel"
+    ),
+)
+KERNELS = NVLINK + HOSTS + PLACEMENT + RESULTS + ONE_LAUNCH
