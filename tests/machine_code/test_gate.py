@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 
 from tools.machine_code import gate
-from tools.machine_code.count import Record
+from tools.machine_code.count import Record, serialized
 from tools.machine_code.gate import Known
 
 RECORD = Record(
     kernel="k", arch="sm_90", registers=168, stack_bytes=0, shared_bytes=0, num_warps=12, instructions=1000,
     families={"tensor core": {"HGMMA.64x128x16": 16}, "TMA load": {"UTMALDG.2D": 4}, "wait": {"A": 60}}, ptx_sha256="",
 )  # fmt: skip
+PTX = "wgmma.mma_async.sync.aligned;\n" * 8 + "wgmma.wait_group.sync.aligned 0;\n" * 2
 NEEDS = {"tensor core": "HGMMA", "TMA load": "UTMALDG"}
 
 
@@ -29,10 +30,22 @@ def with_spills(loads, stores):
         (changed(**{"tensor core": {"HMMA.16816": 4}}), "tensor core: expected HGMMA, got HMMA.16816"),
         (changed(**{"TMA load": {}}), "TMA load: expected UTMALDG, got none"),
         (with_spills(3, 2), "spills: 3 loads and 2 stores of local memory, expected none"),
+        (
+            dataclasses.replace(RECORD, serialized=serialized(["QGMMA.64x64x32", "WARPGROUP.DEPBAR.LE"] * 8, PTX)),
+            "ptxas runs products one after the other: 8 waits for 8 products, the PTX has 2 for 8",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(record, words):
     assert gate.broken(record, "", NEEDS) == [words]
+
+
+def test_products_may_be_waited_for_as_often_as_the_ptx_says():
+    unrolled = [*["HGMMA.64x64x16"] * 16, *["WARPGROUP.DEPBAR.LE"] * 4, "WARPGROUP.ARRIVE"]
+    assert serialized(unrolled, PTX) == ""
+    assert serialized(["FADD"], "") == ""
+    each = PTX + "wgmma.wait_group.sync.aligned 0;\n" * 6
+    assert serialized(["HGMMA.64x64x16", "WARPGROUP.DEPBAR.LE"] * 8, each) == ""
 
 
 def test_known_spills_can_only_shrink():

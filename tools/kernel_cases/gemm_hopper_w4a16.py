@@ -64,7 +64,7 @@ class Case:
     which is L2 whose rows go to other places, and "widen", which makes other ranks' rows bf16. nvfp4: of the weights;
     else they are MXFP4. sizes: hidden, intermediate. fp8: of the tokens, of the kernels for few of them; else they are
     bf16, or MXFP8's numbers with mxfp8. looks_up: shifts of FP8's weights are far apart. int4: the form of INT4
-    weights.
+    weights. num_experts: up to 256 and up to 512 leave a thread other registers.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Case:
     looks_up: bool = False
     int4: Int4 | None = None
     mxfp8: bool = False
+    num_experts: int = NUM_EXPERTS
 
     @property
     def title(self) -> str:
@@ -115,6 +116,8 @@ CASES = (
     Case("many-l1", "many-l1", 4096),
     Case("many-l2", "many-l2", 4096),
     Case("many-sent", "many-sent", 4096),
+    Case("many-l1-256-experts", "many-l1", 32768, num_experts=256),
+    Case("many-l1-512-experts", "many-l1", 65536, num_experts=512),
     Case("nvfp4-l1-16", "many-l1", 16, True),
     Case("nvfp4-l1-64", "many-l1", 256, True),
     Case("nvfp4-l1-128", "many-l1", 512, True),
@@ -156,7 +159,7 @@ CASES = (
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    sizes = *case.sizes, NUM_EXPERTS, NUM_TOPK
+    sizes = *case.sizes, case.num_experts, NUM_TOPK
     if case.int4 is not None:
         layer = Int4Layer("int4", case.num_tokens, *sizes, "swiglu_oai", has_bias=True, form=case.int4)
         return launch_of_call(layer, *KERNELS_OF[case.kind])

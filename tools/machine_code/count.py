@@ -42,6 +42,8 @@ FAMILIES = {
     "special function": r"MUFU",
 }
 
+WAIT = "WARPGROUP.DEPBAR"  # for products in flight
+
 Families = dict[str, dict[str, int]]
 
 
@@ -60,6 +62,7 @@ class Record:
     ptx_sha256: str
     forgotten: tuple[str, ...] = ()  # barriers that are set up and never used
     unordered: tuple[str, ...] = ()  # accesses of shared memory that no barrier orders before an arrival
+    serialized: str = ""  # how often ptxas waits for products in flight, if oftener than the PTX
 
     @property
     def title(self) -> str:
@@ -80,6 +83,7 @@ def record_of(binary: Binary, kernel: str = "", listing: Listing | None = None) 
     record = Record(
         kernel or binary.name, binary.arch, binary.registers, binary.stack_bytes, binary.shared_bytes,
         binary.num_warps, len(opcodes), count(opcodes), binary.ptx_sha256, binary.forgotten, binary.unordered,
+        serialized(opcodes, binary.ptx),
     )  # fmt: skip
     return record, listing.text
 
@@ -92,6 +96,20 @@ def count(opcodes: Iterable[str]) -> Families:
         if family is not None:
             counters[family][opcode] += 1
     return {family: dict(counter.most_common()) for family, counter in counters.items() if counter}
+
+
+def serialized(opcodes: Iterable[str], ptx: str) -> str:
+    """Return "" unless ptxas waits for Hopper's asynchronous products more than twice as often as the PTX, a product.
+
+    It does where registers are too few, or where it can't tell what reads the sums; the only word of it is a warning
+    that Triton doesn't show (C7510 to C7514).
+    """
+    names = Counter("product" if "GMMA" in name else name.startswith(WAIT) and "wait" for name in opcodes)
+    products, waits = names["product"], names["wait"]
+    asked, written = ptx.count("wgmma.mma_async"), ptx.count("wgmma.wait_group")
+    if waits * asked <= 2 * written * products:
+        return ""
+    return f"{waits} waits for {products} products, the PTX has {written} for {asked}"
 
 
 @cache  # a kernel has thousands of instructions, of a hundred opcodes

@@ -171,6 +171,8 @@ def broken(record: Record, text: str, needs: dict[str, str], known: Known | None
     found = [*_missing(record, needs), *spilled(counts(record), known)]
     if record.forgotten:
         found.append(f"barriers set up and never used, whose memory is reused: {', '.join(record.forgotten)}")
+    if record.serialized:
+        found.append(f"ptxas runs products one after the other: {record.serialized}")
     if record.kernel.startswith(HAND_OVER) and record.unordered:
         found.append(f"no barrier orders shared memory before an arrival: {', '.join(record.unordered)}")
     called = re.findall(r"\b(?:CALL|LEPC)\S*\s+([^;]*)", text)
