@@ -27,7 +27,7 @@ from bench.timing import NUM_WARMUPS, Run, Timing, replay_of, summarize
 from bench.trial import OURS, Bench, Compiler, Trial, those_that_run
 from envoi.ops.moe.op import tensors_of
 from envoi.ops.moe.packing import pack
-from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.support import experts_without_memory
 from envoi.ops.moe.warm_up import LayerCall, compiles
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.planned_kernels import compile_calls

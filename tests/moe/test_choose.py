@@ -6,7 +6,7 @@ import pytest
 
 from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
-from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.support import experts_without_memory
 from envoi.runtime.devices import Target, standing_for
 from envoi.types import ExpertWeights
 

@@ -113,7 +113,7 @@ class Call:
         self.format, self.activation, self.rows = format, written(OWN[name].function), 256 - 128 * (name in UNGATED)
 
     def __call__(self, num_tokens: int) -> None:
-        from envoi.ops.moe.parallel.command import experts_without_memory
+        from envoi.ops.moe.support import experts_without_memory
         from envoi.ops.moe.warm_up import LayerCall
 
         experts = experts_without_memory(256, 128, 4, self.format, self.activation, False)

@@ -6,6 +6,7 @@ CPU tensors take the path of a Hopper GPU, and their launches are noted, not mad
 import random
 import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -19,7 +20,6 @@ from envoi.ops.moe import api as moe_api
 from envoi.ops.moe import warm_up
 from envoi.ops.moe.op import IDS, WEIGHTS
 from envoi.ops.moe.parallel import counted
-from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.counted import SentTokens, sort_by_expert, sum_slots
 from envoi.ops.moe.parallel.exchange import OnDevice, compiled_form
 from envoi.ops.moe.parallel.nvlink import SharedLayout, allocate
@@ -29,6 +29,7 @@ from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall
 from envoi.ops.moe.reference import quantize_tokens
 from envoi.ops.moe.router import route
 from envoi.ops.moe.router.warm_up import RouterCall, call_of_model
+from envoi.ops.moe.support import experts_without_memory
 from envoi.runtime import devices, launch, planned_kernels, workers
 from envoi.runtime.devices import EVERY_ARCH, Target, standing_for
 from envoi.runtime.planned_kernels import find, launches_of
@@ -343,7 +344,7 @@ def found(monkeypatch) -> list[planned_kernels.Site]:
         sites.extend(find(calls, target, most if most[-1] < 100 else range(100, 101)).values())
         return sites
 
-    monkeypatch.setattr(sys.modules["envoi.ops.moe.parallel.command"], "compile_calls", compile_calls)
+    monkeypatch.setattr(import_module("envoi.ops.moe.parallel.command"), "compile_calls", compile_calls)
     return sites
 
 

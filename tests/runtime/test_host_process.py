@@ -20,7 +20,7 @@ def state():
 before = state()
 import envoi
 from envoi.ops.moe import warm_up
-from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.support import experts_without_memory
 from envoi.runtime import planned_kernels, triton_compat
 from envoi.runtime.devices import Target, standing_for
 assert state() == before, "an import"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import envoi
-from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.support import experts_without_memory
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.program import Launch, building, without_memory

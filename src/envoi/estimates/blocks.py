@@ -17,6 +17,7 @@ from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, costs_of, mean_cost, w
 from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
 from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
 from envoi.ops.moe.decode.bf16_fp8 import config as decode
+from envoi.ops.moe.support import experts_without_memory
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -106,10 +107,8 @@ def takes_one_launch(layer: MoeLayer, machine: Machine) -> bool:
 @lru_cache(maxsize=64)
 def _experts(layer: MoeLayer, target: Target) -> ExpertWeights:
     """Return a rank's experts without memory, in the order of the target's kernels. target: of `standing_for`."""
-    sizes = layer.l1_nk, layer.l2_nk
-    gate_up, down = (_matrix((1, *size), layer.formats.weights) for size in sizes)
-    one = ExpertWeights.arrange(ExpertWeights(gate_up, down, layer.format))  # which takes long for many
-    return one._map(lambda x: x.new_empty((layer.num_local_experts, *x.shape[1:])))
+    sizes = layer.hidden, layer.intermediate, layer.num_local_experts
+    return experts_without_memory(*sizes, layer.format, packed_layout="interleaved")
 
 
 def _decode(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:

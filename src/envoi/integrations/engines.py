@@ -20,9 +20,8 @@ import torch
 from envoi.ops.moe import moe, pack, supports
 from envoi.ops.moe.op import constants_of
 from envoi.ops.moe.router.warm_up import RouterCall
-from envoi.ops.moe.support import as_stored, with_small_factors
+from envoi.ops.moe.support import experts_without_memory
 from envoi.ops.moe.warm_up import LayerCall, compiles, prepare, without_tensors
-from envoi.quant.formats import format_named
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.planned_kernels import Call, compile_calls, load_at
@@ -98,11 +97,9 @@ def _triton() -> str:
 
 def on_meta(layer: Layer, target: Target) -> ExpertWeights:
     """Return such a layer packed for a GPU, without memory, with factors as small as checkpoints have them."""
-    tensors = as_stored(
-        format_named(layer.format), layer.activation, layer.hidden, layer.intermediate, layer.num_experts, layer.bias
-    )
+    sizes = layer.hidden, layer.intermediate, layer.num_experts
     with standing_for(target):
-        return with_small_factors(pack(**tensors, gate_up_layout=layer.gate_up_layout, **layer.options))
+        return experts_without_memory(*sizes, bias=layer.bias, gate_up_layout=layer.gate_up_layout, **layer.options)
 
 
 _built: dict[tuple, str] = {}

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 
 from envoi.ops.moe.parallel import ExpertParallel, api, warm_up
-from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.support import experts_without_memory
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.planned_kernels import find
 from tests.helpers.ranks import run_ranks

@@ -86,15 +86,27 @@ def _stored(
     )
 
 
-def with_small_factors(experts: ExpertWeights) -> ExpertWeights:
-    """Return packed experts on meta as those of a checkpoint are, whose MX scale factors are at most 2.
+def experts_without_memory(
+    hidden: int, intermediate: int, num_experts: int, format: str, activation: str = "swiglu", bias: bool = False,
+    **options: Any,
+) -> ExpertWeights:  # fmt: skip
+    """Return experts on meta as `pack` would for the current target, with MX scale factors of at most 2.
 
-    Values on meta can't be looked at, and the order of weights depends on it (`QuantTensor.scales_at_most_2`).
+    Values on meta can't be looked at, and the order of weights depends on it (`QuantTensor.scales_at_most_2`). Two are
+    packed, as which all others are: to pack hundreds takes seconds, also without memory. options: more of `pack`'s.
     """
+    rows = intermediate * (2 if has_gate(activation) else 1)
+    shapes = (2, rows, hidden), (2, hidden, intermediate)
+    gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)
+    if bias:
+        for name, shape in zip(("gate_up_bias", "down_bias"), shapes, strict=True):
+            options[name] = without_memory(shape[:2], torch.float32)
+    two = pack(gate_up, down, format, activation=activation, **options)
 
     def promised(x: Matrix) -> Matrix:
         if isinstance(x, QuantTensor) and x.sf.dtype == torch.float8_e8m0fnu:
             return replace(x, scales_at_most_2=True)
         return x
 
-    return ExpertWeights.arrange(replace(experts, gate_up=promised(experts.gate_up), down=promised(experts.down)))
+    two = ExpertWeights.arrange(replace(two, gate_up=promised(two.gate_up), down=promised(two.down)))
+    return two._map(lambda x: x.new_empty_strided((num_experts, *x.shape[1:]), x.stride()))

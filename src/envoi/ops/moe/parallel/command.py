@@ -19,14 +19,13 @@ from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S, RESULTS, check_res
 from envoi.ops.moe.parallel.trace import ENDINGS
 from envoi.ops.moe.parallel.warm_up import ParallelCall
 from envoi.ops.moe.router.warm_up import call_of_model
-from envoi.ops.moe.support import with_small_factors
+from envoi.ops.moe.support import experts_without_memory
 from envoi.ops.moe.warm_up import ROUTED, LayerCall
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import EVERY_ARCH, Target, standing_for
 from envoi.runtime.planned_kernels import Call, compile_calls
-from envoi.runtime.program import without_memory
 from envoi.runtime.workers import num_cpus
-from envoi.types import ExpertWeights, Routing, has_gate
+from envoi.types import ExpertWeights, Routing
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     here = Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
     target = _target(args.arch, args.sms, here)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
+    format_named(args.format, "--format")
     with standing_for(target):
         experts = experts_without_memory(
             args.hidden, args.intermediate, args.experts // args.ranks, args.format, args.activation, args.bias
@@ -72,24 +72,6 @@ def _target(arch: str | None, num_sms: int | None, here: Target | None) -> Targe
     if arch not in EVERY_ARCH:
         raise ValueError(f"--arch: expected one of {', '.join(EVERY_ARCH)}, got {arch!r}")
     return Target(arch) if num_sms is None else Target(arch, expect_int("--sms", num_sms, 1))
-
-
-def experts_without_memory(
-    hidden: int, intermediate: int, num_experts: int, format: str, activation: str, bias: bool
-) -> ExpertWeights:
-    """Return experts as `pack` would for the current target, with MX scale factors of at most 2, without memory.
-
-    Two are packed, as which all others are: to pack hundreds takes seconds, also without memory.
-    """
-    format_named(format, "--format")
-    rows = intermediate * (2 if has_gate(activation) else 1)
-    shapes = (2, rows, hidden), (2, hidden, intermediate)
-    gate_up_bias, down_bias = (without_memory(shape[:2], torch.float32) if bias else None for shape in shapes)
-    gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)
-    two = with_small_factors(
-        pack(gate_up, down, format, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias)
-    )
-    return two._map(lambda x: x.new_empty_strided((num_experts, *x.shape[1:]), x.stride()))
 
 
 def calls_of(
