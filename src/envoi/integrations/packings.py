@@ -16,8 +16,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from envoi.ops.moe import pack
+from envoi.ops.moe.op import tensors_of
 from envoi.runtime.devices import capturing
-from envoi.types import ExpertWeights, QuantTensor
+from envoi.runtime.workspace import in_another_thread
+from envoi.types import ExpertWeights
 
 
 class Weights(NamedTuple):
@@ -228,51 +230,27 @@ def _outside_graph_pools(make: Callable[[], ExpertWeights], device: torch.device
     """
     if device.type != "cuda" or capturing(device):
         return make()
-    result: list[Any] = []
 
-    def run() -> None:
-        try:
-            with torch.cuda.device(device):
-                result.append(make())
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:
-            result.append(error)
+    def run() -> ExpertWeights:
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()
+        return made
 
     torch.cuda.current_stream(device).synchronize()
-    thread = threading.Thread(target=run, name="envoi-pack")
-    thread.start()
-    thread.join()
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
+    return in_another_thread(run)
 
 
 def _written_over(old: Packing, new: ExpertWeights, weights: Weights) -> ExpertWeights:
     """Return the new experts, copied into the old packing's memory where it owns that and it fits: graphs read it."""
     sources = [mark.storage() for mark in old.marks if mark is not None]
     sources += [x.untyped_storage() for x in weights if x is not None]
-
-    def over(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    written: dict[int, torch.Tensor] = {}
+    for before, now in zip(tensors_of(old.experts), tensors_of(new), strict=True):
         # bf16 weights may be packed without a copy: that memory is the module's.
-        owned = not any(x.untyped_storage() is source for x in (before, now) for source in sources)
-        if owned and before.shape == now.shape and before.dtype == now.dtype and before.device == now.device:
+        if before is None or now is None or any(x.untyped_storage() is y for x in (before, now) for y in sources):
+            continue
+        if (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device):
             with torch.inference_mode(False), torch.no_grad():
-                return before.copy_(now)
-        return now
-
-    return replace(
-        new,
-        **{
-            name: _map(over, getattr(old.experts, name), getattr(new, name))
-            for name in ("gate_up", "down", "gate_up_bias", "down_bias")
-        },
-    )
-
-
-def _map(over: Callable, before: Any, now: Any) -> Any:
-    if isinstance(before, QuantTensor) and isinstance(now, QuantTensor):
-        scale = _map(over, before.scale, now.scale)
-        return replace(now, values=over(before.values, now.values), sf=over(before.sf, now.sf), scale=scale)
-    if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
-        return over(before, now)
-    return now
+                written[id(now)] = before.copy_(now)
+    return new._map(lambda x: written.get(id(x), x))

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 
 from envoi.runtime import program
 from envoi.runtime.math import next_power_of_2
 
+T = TypeVar("T")
 LEAST = 1 << 16  # int32, minimum for a stream
 FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less than a quarter is left
 BLANK = -1  # bits of a sum that hasn't been written
@@ -83,7 +85,7 @@ def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -
     return found
 
 
-def in_another_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+def in_another_thread(make: Callable[[], T]) -> T:
     """Return what a new thread makes, whose allocations go into no private pool."""
     with ThreadPoolExecutor(1) as thread:
         try:
