@@ -103,13 +103,14 @@ def test_checks_trace_with_sizes_as_symbols(dynamic):
         assert compiled(torch.zeros(rows, columns), torch.zeros(rows, 1, 2 * columns)).shape == (rows, columns)
 
 
-def test_pictures(tmp_path, monkeypatch):
+def test_files_to_write(tmp_path, monkeypatch):
+    endings = (".png", ".pdf", ".svg")
     for name in ("x.png", "x.PDF", "x.svg"):
-        assert check.expect_picture("--png", str(tmp_path / name)) == tmp_path / name
+        assert check.expect_writable("--out", str(tmp_path / name), endings) == tmp_path / name
     monkeypatch.setattr(check.os, "access", lambda path, mode: False)
     refused(
-        f"--png: expected a file that can be written, got {tmp_path}/x.png",
-        check.expect_picture, "--png", f"{tmp_path}/x.png",
+        f"--out: expected a file that can be written, got {tmp_path}/x.png",
+        check.expect_writable, "--out", f"{tmp_path}/x.png", endings,
     )  # fmt: skip
 
 

@@ -86,23 +86,13 @@ def test_a_reader_who_leaves_ends_it_without_a_word(arguments, buffering):
         ("", "expected a file, got the folder "),
     ],
 )
-@pytest.mark.parametrize("command", [[*PLAN, "--png"], ["demo", "--out"]], ids=["plan", "demo"])
-def test_a_picture_that_cant_be_drawn_is_refused_at_the_start(command, picture, problem, tmp_path, monkeypatch, capsys):
-    no_work(monkeypatch)
-    assert run(*command, picture.format(folder=tmp_path)) == 2
-    stdout, stderr = capsys.readouterr()
-    assert (stdout, stderr) == ("", f"envoi: {command[-1]}: {problem.format(folder=tmp_path)}".strip() + "\n")
-
-
-def no_work(monkeypatch) -> None:
-    from envoi.estimates import report as command
+def test_a_picture_that_cant_be_drawn_is_refused_at_the_start(picture, problem, tmp_path, monkeypatch, capsys):
     from examples.demo import model
 
-    def work(*args):
-        raise AssertionError("this is too late")
-
-    monkeypatch.setattr(model, "load", work)
-    monkeypatch.setattr(command, "estimate", work)
+    monkeypatch.setattr(model, "load", lambda *_: pytest.fail("this is too late"))
+    assert run("demo", "--out", picture.format(folder=tmp_path)) == 2
+    stdout, stderr = capsys.readouterr()
+    assert (stdout, stderr) == ("", f"envoi: --out: {problem.format(folder=tmp_path)}".strip() + "\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-PICTURES = (".png", ".pdf", ".svg")
 Dim = int | str | None  # an exact size, a name for any size, or None for any size
 
 
@@ -128,11 +127,6 @@ def expect_divisible(name: str, value: int, by: int, why: str) -> int:
     if value % by:
         raise ValueError(f"{name}: expected a multiple of {by} ({why}), got {value}")
     return value
-
-
-def expect_picture(name: str, value: str) -> Path:
-    """Return `value` as the path of a writable picture with a known suffix; else raise ValueError."""
-    return expect_writable(name, value, PICTURES)
 
 
 def expect_writable(name: str, value: str, endings: Sequence[str]) -> Path:

@@ -165,7 +165,6 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arch", metavar="NAME", default="sm_90", help="sm_90 (H200) or sm_100 (B200); default: %(default)s")
     add("--max-tokens", metavar="N", type=int, help="of one GPU, for the size of buffers; default: --tokens")
     add("--json", action="store_true", help="the same as one JSON object")
-    add("--png", metavar="FILE", help="draw the steps into a file too: .png, .pdf or .svg")
 
 
 def _layer_arguments(parser: argparse.ArgumentParser) -> None:

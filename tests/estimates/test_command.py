@@ -38,11 +38,6 @@ def test_json_has_everything(capsys):
     assert found["pool_rows"] == 8 * 4096 * 6
 
 
-def test_a_picture_in_a_file(capsys, tmp_path):
-    run(capsys, f"--png {tmp_path}/plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

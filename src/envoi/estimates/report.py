@@ -1,12 +1,11 @@
-"""`envoi estimate`: an estimate as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
+"""`envoi estimate`: an estimate as text: tables, the steps as a picture, sizes."""
 
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from envoi.check import expect_int, expect_picture
+from envoi.check import expect_int
 from envoi.estimates.blocks import Blocks
 from envoi.estimates.layer import MAX_HOSTS, MoeLayer
 from envoi.estimates.steps import RESOURCES, Network, Step
@@ -16,15 +15,11 @@ from envoi.table import align, fold, number
 BARS = 60  # of all steps together in the picture
 FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "network": "░", "latency": "·"}
 ASCII = str.maketrans("█▓▒░·", "#=-~.")
-COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "network": "tab:red", "fixed": "tab:grey"}
 PRESUM = "; rows of a token that meet on a {} are summed there before they go back"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the estimate of a layer; return 0. Raises ValueError for an invalid layer or picture."""
-    picture = expect_picture("--png", args.png) if args.png is not None else None
-    if picture:
-        import matplotlib  # noqa: F401  # fails before the work is done if it is missing
+    """Print the estimate of a layer; return 0. Raises ValueError for an invalid layer."""
     sizes = args.hidden, args.inter, args.experts, args.topk, args.tokens, args.gpus, args.format
     layer = MoeLayer(*sizes, expect_int("--hosts", args.hosts, 1, MAX_HOSTS))
     given = {"gb_per_s": args.network, "collective_us": args.collective}
@@ -34,8 +29,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{option}: expected it only beside --hosts 2 or more")
     found = estimate(layer, args.arch, args.max_tokens, Network(**given), True if args.presum else None)
     print(json.dumps(found.to_dict(), indent=2) if args.json else encodable(to_text(found), sys.stdout))
-    if picture:
-        draw(picture, found)
     return 0
 
 
@@ -140,29 +133,3 @@ def _gemm(name: str, found: Estimate, blocks: Blocks, nk: tuple[int, int]) -> st
         f"{blocks.num_stages} stages of {blocks.block_k}; {blocks.num_tiles:.0f} tiles, "
         f"{rounds} rounds on {num_sms} SMs"
     )
-
-
-def draw(path: Path, found: Estimate) -> None:
-    """Draw the steps as bars: the time of each resource, side by side, with the step's time above them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    shown = (*resources_of(found), "fixed")
-    width = 0.8 / len(shown)
-    for place, name in enumerate(shown):
-        times = [{**step.parts_us, "fixed": step.fixed_us}[name] for step in found.steps]
-        axes.bar(
-            [at + (place - 1.5) * width for at in range(len(times))], times, width, label=name, color=COLOURS[name]
-        )
-    for at, step in enumerate(found.steps):
-        axes.hlines(step.time_us, at - 0.4, at + 0.4, color="k")
-        axes.annotate(f"{number(step.time_us)} us", (at, step.time_us), ha="center", va="bottom")
-    axes.set_xticks(range(len(found.steps)), [step.name for step in found.steps])
-    axes.set(ylabel="us", title=f"{number(found.staged_us)} us, the steps one after the other")
-    axes.legend()
-    figure.suptitle(title(found), fontsize=9)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
