@@ -1,16 +1,15 @@
 """Block sizes of the two grouped GEMMs: on Hopper the kernels' own choice, on Blackwell the fastest that fit."""
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from envoi.epilogues.api import Epilogue
 from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
-from envoi.epilogues.lower import Lowered, lower
+from envoi.epilogues.lower import lower
 from envoi.estimates.layer import MoeLayer, tiles_per_expert
 from envoi.estimates.machines import W4A8, WIDENED, Machine
-from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.ops.gemm.hopper import host as hopper
 from envoi.ops.gemm.hopper_mx import config as hopper_mx
 from envoi.ops.gemm.hopper_w4a8.config import W4A8Config, costs_of, mean_cost, w4a8_config
@@ -19,12 +18,12 @@ from envoi.ops.moe.choose import Choice, LayerPath, choose_experts, choose_layer
 from envoi.ops.moe.decode.bf16_fp8 import config as decode
 from envoi.ops.moe.support import experts_without_memory
 from envoi.quant.formats import Scheme
-from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
-WIDTHS = (256, 128)  # Blackwell's tiles; narrower ones read the tokens more often
-MAX_STAGES = 12
-MX_GROUP = 32
+# Of Blackwell's tiles: tokens and features, of which fewer read the tokens more often; bytes of a stage's row, and of
+# shared memory beside the stages.
+ROWS, WIDTHS, STAGE_BYTES, OUTPUT_BYTES, MAX_STAGES = 128, (256, 128), 128, 35328, 12
 META = torch.device("meta")
 
 
@@ -63,7 +62,7 @@ def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
 
 def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
     if machine.arch == "sm_100":
-        return _blackwell(layer, machine, nk, epilogue)
+        return _blackwell(layer, machine, nk)
     choice = choice_of(layer, machine)
     if choice.path in (LayerPath.DECODE, LayerPath.DECODE_MX):
         return (_decode if choice.path is LayerPath.DECODE else _decode_mx)(layer, machine, nk)
@@ -155,36 +154,19 @@ def _matrix(shape: tuple[int, ...], scheme: Scheme | None) -> Matrix:
     return QuantTensor(values, factors, group, scales_at_most_2=scheme.sf == torch.float8_e8m0fnu)
 
 
-def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
-    """Choose the widest tile among those that give the busiest SM the fewest columns."""
-    problem, code = _problem(layer, nk), _code(epilogue)
-    configs = [config for width in WIDTHS if (config := _deepest(problem, code, width))]
-    if not configs:
-        why = why_not(problem, _config(problem, code, WIDTHS[-1], MIN_STAGES), code)
-        raise ValueError(f"{layer.format} on {machine.arch}, {nk[0]} x {nk[1]}: {why}")
-    found = [_counted(layer, nk, c.block_m, c.block_n, c.block_k, c.num_stages) for c in configs]
-    return min(found, key=lambda blocks: blocks.rounds(machine.num_sms) * blocks.block_n)
+def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
+    """Choose the widest of Blackwell's tiles among those that give the busiest SM the fewest columns.
 
-
-def _deepest(problem: BlackwellProblem, code: Lowered, width: int) -> BlackwellConfig | None:
-    """Return the config with the most stages that fit."""
-    configs = (_config(problem, code, width, num_stages) for num_stages in range(MAX_STAGES, MIN_STAGES - 1, -1))
-    return next((config for config in configs if not why_not(problem, config, code)), None)
-
-
-def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: int) -> BlackwellConfig:
-    """Make a config: epilogue chunks of the width that the epilogue needs, 8 epilogue warps for wide ones."""
-    block_k, piece = 1024 // problem.x_bits, max(64, code.chunk_columns)
-    num_warps = 8 if piece > 128 else 4
-    return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, epilogue_columns=piece)
-
-
-def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:
+    Stages are rows of 128 bytes, as many as fit beside two buffers of outputs. Scale factors take columns of tensor
+    memory, so that two accumulators of 256 columns have no room beside them.
+    """
     bits = 16 if layer.formats.activations is None else 8
-    group = MX_GROUP if layer.format in WIDENED and bits == 8 else 0
-    return BlackwellProblem(nk[1], bits, bits, group, padded=layer.format == "mxfp4_mxfp8")
-
-
-@cache
-def _code(epilogue: Epilogue) -> Lowered:
-    return lower(epilogue.ir, torch.bfloat16, "gluon", False, True, frozenset())
+    has_factors = layer.format in WIDENED and bits == 8
+    if layer.format == "mxfp4_mxfp8" and nk[1] % 64:
+        raise ValueError(f"{layer.format} on sm_100, {nk[0]} x {nk[1]}: FP4 beside FP8 has a K in 64s")
+    found = []
+    for width in WIDTHS[has_factors:]:
+        stage = (ROWS + width) * (STAGE_BYTES + 4 * has_factors)
+        num_stages = min(MAX_STAGES, (SHARED_BYTES - OUTPUT_BYTES) // stage)
+        found.append(_counted(layer, nk, ROWS, width, 8 * STAGE_BYTES // bits, num_stages))
+    return min(found, key=lambda blocks: blocks.rounds(machine.num_sms) * blocks.block_n)
