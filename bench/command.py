@@ -210,7 +210,7 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
         model.compile_ahead(fitting, device, args.jobs)
     limit_s = 0.0 if args.no_compile else args.compile_limit
     compiler = Compiler(QUICK_COMPILE_S if args.quick and limit_s is None else limit_s)
-    plan = runner.Estimate(args.repeat, commit, compiler, keep, peer_versions, theirs)
+    plan = runner.Options(args.repeat, commit, compiler, keep, peer_versions, theirs)
     measured, num_failed = runner.run_cases(fitting, ranks, plan)
     runner.leave_ranks()
     for sentence in libraries.outdated(measured).values() if ranks.rank == 0 else ():

@@ -71,7 +71,7 @@ def leave_ranks() -> None:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Options:
     """Options of a run.
 
     repeat: n of each median; None: the suite's own. commit: None: the package's. compiler: of the baselines.
@@ -87,7 +87,7 @@ class Estimate:
     theirs: tuple[Theirs, ...] = ()
 
 
-def run_cases(chosen: list[Case], ranks: Ranks, plan: Estimate) -> tuple[list[Measurement], int]:
+def run_cases(chosen: list[Case], ranks: Ranks, plan: Options) -> tuple[list[Measurement], int]:
     """Measure every case; on rank 0 print the tables and the skipped cases. No baseline, no measurement.
 
     Returns also how many cases failed: a failed case is named, and the others are measured. Over several ranks the
@@ -110,7 +110,7 @@ def run_cases(chosen: list[Case], ranks: Ranks, plan: Estimate) -> tuple[list[Me
 
 
 def _run_suite(
-    cases: list[Case], ranks: Ranks, roof: Roof, plan: Estimate, bar: Progress
+    cases: list[Case], ranks: Ranks, roof: Roof, plan: Options, bar: Progress
 ) -> tuple[list[Measurement], str, int]:
     measurements, rows, notes, num_failed = [], [], [], 0
     meet = symmetric_barrier(ranks.device) if plan.theirs else None

@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
     weight_block_size: tuple[int, int] | None = None
 
 
-class Estimate:
+class SeparateExperts:
     """Names, dtypes and shapes of a layer's tensors, all compared with the files' headers when it is made.
 
     stored: how quantised weights are stored, None where quantization_config says that these aren't.
@@ -164,7 +164,7 @@ def read_separate(
     stored = stored_of(config.quantisation, named, ids)
     if isinstance(stored, Integers):
         return Tensors(*read_integers(shards, named, stored, ids, why_all(count), device, step))
-    plan = Estimate(shards, config.quantisation, named, ids, count)
+    plan = SeparateExperts(shards, config.quantisation, named, ids, count)
     intermediate, hidden = plan.intermediate, plan.hidden
     values = [
         torch.empty(len(ids), rows, columns // plan.per_byte, dtype=plan.dtype, device=device)
@@ -184,7 +184,7 @@ def read_separate(
     )
 
 
-def _factors(plan: Estimate, projections: tuple[str, ...], device: torch.device) -> torch.Tensor:
+def _factors(plan: SeparateExperts, projections: tuple[str, ...], device: torch.device) -> torch.Tensor:
     """Read the factors of these projections, one below the other: [E, rows, columns] of groups."""
     if plan.group is None or not plan.ids:
         rows, columns = plan.grouped(projections[0])
@@ -200,7 +200,7 @@ def _factors(plan: Estimate, projections: tuple[str, ...], device: torch.device)
     return whole.view(parts[0].dtype).to(device)
 
 
-def _scales(plan: Estimate, projections: tuple[str, ...], device: torch.device) -> torch.Tensor | None:
+def _scales(plan: SeparateExperts, projections: tuple[str, ...], device: torch.device) -> torch.Tensor | None:
     """Read the scales of these projections' matrices, float32 [E, projections], to be multiplied; None without."""
     if plan.stored is None or not plan.stored.scale:
         return None

@@ -18,7 +18,7 @@ PER_BLOCK, BYTES = 32, 16  # elements of a block of E2M1, and its bytes
 
 @dataclass(frozen=True)
 class Part:
-    """Names of one projection's tensors, factors "" and bias "" if there are none; group: see `separate.Estimate`."""
+    """Names of one projection's tensors, factors "" and bias "" if there are none. group: of `SeparateExperts`."""
 
     values: str
     factors: str

@@ -54,7 +54,7 @@ def encodable(text: str, stream: Any) -> str:
 
 
 def resources_of(found: Estimate) -> tuple[str, ...]:
-    """Return the names of the resources that the found's steps need: the network only between hosts."""
+    """Return the names of the resources that the steps need: the network only between hosts."""
     return RESOURCES if found.layer.num_hosts > 1 else RESOURCES[:-1]
 
 

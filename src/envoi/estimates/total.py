@@ -1,4 +1,4 @@
-"""`estimate`: a Estimate from the sizes of a layer."""
+"""`estimate`: an Estimate from the sizes of a layer."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

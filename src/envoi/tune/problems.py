@@ -214,7 +214,7 @@ def refusal(shape: Shape, x: Inputs) -> str:
 
 
 def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:
-    """Estimate a GEMM for inputs as `inputs.make` makes them; without any, tensors have no memory.
+    """Plan a GEMM for inputs as `make` makes them; without any, tensors have no memory.
 
     Raises ValueError if the Hopper kernel can't run it.
     """

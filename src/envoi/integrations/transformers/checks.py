@@ -21,7 +21,7 @@ from envoi.checkpoints.config import read_quantisation
 from envoi.checkpoints.keys import unknown
 from envoi.checkpoints.names import Separate, check_beside, find
 from envoi.checkpoints.quantisation import Quantisation
-from envoi.checkpoints.separate import Estimate
+from envoi.checkpoints.separate import SeparateExperts
 from envoi.checkpoints.shards import Shards
 from envoi.checkpoints.stacked import plan_stacked
 from envoi.integrations.transformers.activation import recognise_activation
@@ -216,7 +216,7 @@ def _check_layer(shards: Shards, way: Quantisation | None, path: str, module: An
         return  # a layout that only transformers knows: its parameters are looked at when they are loaded
     count = next(iter(module.parameters())).shape[0]
     if isinstance(named, Separate):
-        plan = Estimate(shards, way, named, range(count), count)
+        plan = SeparateExperts(shards, way, named, range(count), count)
         scale = plan.scale(0, named.inputs[0])
         if scale:
             raise ValueError(

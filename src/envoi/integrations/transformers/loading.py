@@ -28,7 +28,7 @@ from envoi.checkpoints.config import read_quantisation
 from envoi.checkpoints.names import Separate, find
 from envoi.checkpoints.quantisation import Quantisation
 from envoi.checkpoints.schemes import POWERS
-from envoi.checkpoints.separate import Estimate, block_of
+from envoi.checkpoints.separate import SeparateExperts, block_of
 from envoi.checkpoints.shards import Shards
 from envoi.integrations.transformers.modules import FORMAT_OF, LAYER, STORED_FACTORS, is_experts, loads_as, refusal
 
@@ -185,19 +185,19 @@ def _put(module: torch.nn.Module, name: str, x: torch.Tensor) -> None:
     module.register_parameter(name, torch.nn.Parameter(x, requires_grad=False))
 
 
-def _plan(shards: Shards, way: Quantisation | None, path: str, module: Any) -> Estimate | None:
+def _plan(shards: Shards, way: Quantisation | None, path: str, module: Any) -> SeparateExperts | None:
     """Return where a module's tensors are if its layer is stored in FP8 with the factors of compressed-tensors."""
     layer = LAYER.search(path)
     named = find(shards.file_of, int(layer[1])) if layer else None
     if not isinstance(named, Separate) or not module.has_gate:
         return None
     count = module._parameters["down_proj"].shape[0]
-    plan = Estimate(shards, way, named, range(count), count)
+    plan = SeparateExperts(shards, way, named, range(count), count)
     whole = plan.dtype == torch.float8_e4m3fn and plan.factor(0, named.gate).endswith(f".{FACTOR}")
     return plan if whole else None
 
 
-def _factors(plan: Estimate, module: Any) -> dict[str, torch.Tensor]:
+def _factors(plan: SeparateExperts, module: Any) -> dict[str, torch.Tensor]:
     """Return empty factors as transformers will have merged them, by the weights' names."""
     factors = {}
     for name, projection, parts in (("gate_up_proj", plan.named.gate, 2), ("down_proj", plan.named.down, 1)):
