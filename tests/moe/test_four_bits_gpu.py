@@ -393,19 +393,19 @@ def test_bits_where_every_sum_is_exact(kind, tile, K):
 # Kernels of the registry
 
 
-def experts_of(format: str, hidden: int, intermediate: int, spread: int = 2) -> ExpertWeights:
-    """Return 32 experts with random bytes. spread: of the powers of two beside FP8 tokens."""
+def experts_of(format: str, hidden: int, intermediate: int, spread: int = 2, E: int = 32) -> ExpertWeights:
+    """Return E experts with random bytes. spread: of the powers of two beside FP8 tokens."""
     sizes = (2 * intermediate, hidden), (hidden, intermediate)
     if format == "nvfp4":
         weights = [
-            replace(to_fragments(random_nvfp4(32, N, K, (0x20, 0x40))), scale=torch.full((32, N), 0.01).cuda())
+            replace(to_fragments(random_nvfp4(E, N, K, (0x20, 0x40))), scale=torch.full((E, N), 0.01).cuda())
             for N, K in sizes
         ]
     elif format == "mxfp4_fp8":
-        weights = [to_fp8_fragments(random_mxfp4(32, N, K, (118 - spread, 119))) for N, K in sizes]
+        weights = [to_fp8_fragments(random_mxfp4(E, N, K, (118 - spread, 119))) for N, K in sizes]
     else:
-        weights = [to_fragments(replace(random_mxfp4(32, N, K, (110, 124)), scales_at_most_2=True)) for N, K in sizes]
-    biases = torch.randn(32, 2 * intermediate, device="cuda"), torch.randn(32, hidden, device="cuda")
+        weights = [to_fragments(replace(random_mxfp4(E, N, K, (110, 124)), scales_at_most_2=True)) for N, K in sizes]
+    biases = torch.randn(E, 2 * intermediate, device="cuda"), torch.randn(E, hidden, device="cuda")
     return ExpertWeights(*weights, format, "swiglu_oai", 7.0, *biases)
 
 
@@ -416,7 +416,7 @@ def format_of(case: cases.Case) -> str:
 def call(tokens: int, experts: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a layer of random tokens; return them and their experts' ids."""
     x = torch.randn(tokens, experts.hidden, device="cuda").bfloat16()
-    ids = torch.rand(tokens, 32, device="cuda").topk(4).indices.int()
+    ids = torch.rand(tokens, experts.num_local_experts, device="cuda").topk(4).indices.int()
     run_layer(x, torch.rand(tokens, 4, device="cuda"), ids, experts)
     return x, ids
 
@@ -427,9 +427,11 @@ def launched(format: str) -> dict[str, str]:
     found: dict[str, str] = {}
     own = [case for case in CASES if format_of(case) == format]
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
-        for sizes, looks_up in sorted({(case.sizes, case.looks_up) for case in own}):
-            experts = experts_of(format, *sizes, *((SPREAD,) if looks_up else ()))
-            for tokens in sorted({c.num_tokens for c in own if (c.sizes, c.looks_up) == (sizes, looks_up)}):
+        layers = {case: (case.sizes, case.looks_up, case.num_experts) for case in own}
+        for layer in sorted(set(layers.values())):
+            sizes, looks_up, num_experts = layer
+            experts = experts_of(format, *sizes, SPREAD if looks_up else 2, num_experts)
+            for tokens in sorted({case.num_tokens for case in own if layers[case] == layer}):
                 x, ids = call(tokens, experts)
                 if tokens == 4096 and format in ("mxfp4", "mxfp4_mxfp8"):
                     sent_and_widened(x, ids, experts)
