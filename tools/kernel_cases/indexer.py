@@ -101,6 +101,9 @@ KERNELS = (
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
             ("-first", "the k best by position, before they are put in order", BEST),
+            ("-first-4096", "the k best, best first, of rows of 4096 tokens", partial(call_of_fast, "score", SHORT)),
+            ("-first-8192", "the same, of rows of 8192 tokens", partial(call_of_fast, "score", 128)),
+            ("-first-many", "the same, of more rows than SMs", partial(call_of_fast, "score", SHORT, requests=256)),
         )
     ),
     case_of("indexer-best", "the k best of a set, best first", HOPPER, BEST, "best_kernel"),

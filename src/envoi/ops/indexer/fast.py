@@ -129,8 +129,8 @@ class Workspace:
     counters: torch.Tensor | None = None
 
 
-# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs (`kernel_set`), whose
-# sets `kernel_best` puts in order.
+# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs, or one program, that
+# hold a row (`kernel_set`, `kernel_best`).
 Way = Literal["radix", "candidates", "clusters"]
 
 
@@ -285,7 +285,7 @@ def in_blocks(
             rest = first, num_rows, out, errors, order
             if way == "clusters":
                 launch(kernel_set.set_kernel, *set_arguments(p, space, *rest))
-                if order.by_score:
+                if best_follows(p, order):
                     launch(kernel_best.best_kernel, *best_arguments(p, space, first, num_rows, out, order))
             elif way == "candidates":
                 launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
@@ -399,6 +399,11 @@ def select_arguments(
     ), options | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
+def best_follows(p: Problem, order: Order) -> bool:
+    """Tell whether `best_kernel` follows `set_kernel`: the best come first, in rows that have a cluster."""
+    return order.by_score and p.max_length > LONG_CHUNK
+
+
 def set_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order
 ) -> tuple[tuple[int], tuple, dict]:
@@ -413,10 +418,11 @@ def set_arguments(
         options["num_warps"] = SET_WARPS
     elif programs > 1 and num_rows > SPREAD[programs]:
         options["maxnreg"] = SELECT_REGISTERS
+    follows = best_follows(p, order)
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots and not order.by_score, order.as_torch, chunk, programs,
-        programs == 1 and num_rows <= num_sms(p.q.device), order.by_score,
+        p.k, order.slots and not follows, order.as_torch, chunk, programs,
+        programs == 1 and num_rows <= num_sms(p.q.device), follows, order.by_score and not follows,
     ), options  # fmt: skip
 
 

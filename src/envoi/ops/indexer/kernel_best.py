@@ -1,8 +1,10 @@
 # Type checkers don't know the types that the compiler gives to device code.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Order of each row's k best, best first, after `kernel_set` has chosen them: one program a row.
+"""Order of each row's k best, best first, which `kernel_set` has chosen: one program a row.
 
-    positions  ascending, as `set_kernel` stored them, and -1 from the row's end on
+`set_kernel` does it itself where it has one program a row; where a row has a cluster, `best_kernel` follows.
+
+    positions  ascending, and -1 from the row's end on
     bins       equally wide from the greatest score to the least, or, if those are a distribution's tail, a quarter as
                many near the greatest and three times as many near the least
     rank       how many are in the bins before, and how many in the same bin are better, or equal and before it
@@ -97,6 +99,46 @@ def rank_in_bins(room, r, cell, seat, valid, most):
     return rank
 
 
+@triton.jit
+def clear_bins(room):
+    """Clear the bins and their seats, and put the last pair behind all tokens; with a barrier."""
+    cells = tl.arange(0, CELLS)
+    put(room, cells, cells * 0, cells >= 0)
+    lanes = tl.arange(0, LANES)
+    put(room, SEATS_AT + lanes, lanes * 0, lanes >= 0)
+    put2(room, LAST_PAIR + lanes * 0, tl.full((LANES,), BEHIND, tl.uint32), lanes * 0, lanes >= 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def store_best_first(
+    room, out, logits, table, position, is_tail, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr
+):
+    """Store the slots or positions of a row's tokens, best first, and -1 for those that are -1. Bins are clear.
+
+    position [MOST]: -1 from K on, at the latest.
+    """
+    ids = tl.arange(0, MOST)
+    valid = position >= 0
+    slot = slot_of(table, position, valid, SLOTS)
+    x = tl.load(logits + position, mask=valid, other=0.0)
+    r = radix_of(ordered(x, NAN_FIRST))
+    cell = cells_of(room, r, valid, is_tail)
+    seat = fetch_add(room, cell, valid)
+    put(room, SEATS_AT + tl.minimum(seat, ALIKE - 1), seat * 0 + 1, valid)
+    tl.debug_barrier()
+    most = tl.sum(get(room, SEATS_AT + tl.arange(0, LANES)), 0)
+    if most == ALIKE:
+        sort_by_radix(room, tl.where(valid, r, BEHIND), slot)
+        _, slot = get2(room, PAIRS_AT + ids)
+    else:
+        rank = rank_in_bins(room, r, cell, seat, valid, most)
+        put(room, rank, slot, valid)
+        tl.debug_barrier()
+        slot = get(room, ids)
+    tl.store(out + ids, tl.where(valid, slot, -1), mask=ids < K)
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def best_kernel(
     logits, seq_lens, table, out, room, first_row, num_rows, width, next_n,
@@ -115,31 +157,9 @@ def best_kernel(
     table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     logits += own.to(tl.int64) * width * PAGE
-    cells = tl.arange(0, CELLS)
-    put(room, cells, cells * 0, cells >= 0)
-    lanes = tl.arange(0, LANES)
-    put(room, SEATS_AT + lanes, lanes * 0, lanes >= 0)
-    put2(room, LAST_PAIR + lanes * 0, tl.full((LANES,), BEHIND, tl.uint32), lanes * 0, lanes >= 0)
-    tl.debug_barrier()
+    clear_bins(room)
     if not INTERPRETED:
         gdc_wait()
     ids = tl.arange(0, MOST)
     position = tl.load(out + ids, mask=ids < K, other=-1)
-    valid = position >= 0
-    slot = slot_of(table, position, valid, SLOTS)
-    x = tl.load(logits + position, mask=valid, other=0.0)
-    r = radix_of(ordered(x, NAN_FIRST))
-    cell = cells_of(room, r, valid, is_tail)
-    seat = fetch_add(room, cell, valid)
-    put(room, SEATS_AT + tl.minimum(seat, ALIKE - 1), seat * 0 + 1, valid)
-    tl.debug_barrier()
-    most = tl.sum(get(room, SEATS_AT + lanes), 0)
-    if most == ALIKE:
-        sort_by_radix(room, tl.where(valid, r, BEHIND), slot)
-        _, slot = get2(room, PAIRS_AT + ids)
-    else:
-        rank = rank_in_bins(room, r, cell, seat, valid, most)
-        put(room, rank, slot, valid)
-        tl.debug_barrier()
-        slot = get(room, ids)
-    tl.store(out + ids, tl.where(valid, slot, -1), mask=ids < K)
+    store_best_first(room, out, logits, table, position, is_tail, K, SLOTS, NAN_FIRST)
