@@ -23,7 +23,7 @@ from envoi.ops.indexer.kernel_digits import BEHIND, LANES, LARGEST, PAIRS_AT, fl
 from envoi.ops.indexer.kernel_digits import BINS as MOST
 from envoi.ops.indexer.kernel_order import slot_of, sort_by_radix
 from envoi.ops.indexer.kernel_scores import INTEGERS, PAGE, ordered, visible
-from envoi.ops.indexer.room import fetch_add, get, get2, put, put2
+from envoi.ops.indexer.room import count_less, fetch_add, get, get2, put, put2
 
 CELLS: tl.constexpr = tl.constexpr(4096)  # bins,
 COLUMNS: tl.constexpr = tl.constexpr(512)  # of which a thread sums neighbours: their words are so many apart
@@ -31,7 +31,6 @@ COUNT_AT: tl.constexpr = tl.constexpr(16)  # first bit of a count in a bin's wor
 ALIKE: tl.constexpr = LANES  # tokens in a bin from which all are sorted
 ENDS_AT: tl.constexpr = tl.constexpr(4160)  # words: the greatest and the least score of each row of tokens
 SEATS_AT: tl.constexpr = tl.constexpr(4448)  # which seats of bins are taken, the last one or those after it
-LAST_PAIR: tl.constexpr = tl.constexpr(PAIRS_AT.value + MOST.value)  # behind all tokens; one for all that are done
 
 
 @triton.jit
@@ -62,8 +61,8 @@ def cells_of(room, r, valid, is_tail):
     if is_tail:
         square = below * below
         below = 0.25 * below + 0.75 * (square * square)
-    bins = tl.minimum((below * CELLS).to(tl.int32), CELLS - 1)
-    return bins % (CELLS // COLUMNS) * COLUMNS + bins // (CELLS // COLUMNS)
+    bins = tl.minimum((below * CELLS).to(tl.uint32), CELLS - 1)
+    return (bins % (CELLS // COLUMNS) * COLUMNS + bins // (CELLS // COLUMNS)).to(tl.int32)
 
 
 @triton.jit
@@ -80,8 +79,8 @@ def begins_of_cells(room):
 
 
 @triton.jit
-def rank_in_bins(room, r, cell, seat, valid, most):
-    """Return how many tokens are better than each, or equal and before it. most: tokens in a bin, at most."""
+def rank_in_bins(room, r, cell, seat, valid):
+    """Return how many tokens are better than each, or equal and before it."""
     ids = tl.arange(0, MOST)
     begins_of_cells(room)
     word = tl.where(valid, get(room, cell), 0)
@@ -89,24 +88,16 @@ def rank_in_bins(room, r, cell, seat, valid, most):
     begin = word - (number << COUNT_AT)
     put2(room, PAIRS_AT + begin + seat, r, ids, valid)
     tl.debug_barrier()
-    rank = begin
-    number = tl.where(number > 1, number, 0)
-    for first in range(0, most, 2):
-        for nth in tl.static_range(2):
-            other, other_id = get2(room, tl.where(first + nth < number, PAIRS_AT + begin + first + nth, LAST_PAIR))
-            other = other.to(tl.uint32, bitcast=True)
-            rank += ((other < r) | ((other == r) & (other_id < ids))).to(tl.int32)
-    return rank
+    return begin + count_less(room, PAIRS_AT + begin, tl.where(number > 1, number, 0), r, ids)
 
 
 @triton.jit
 def clear_bins(room):
-    """Clear the bins and their seats, and put the last pair behind all tokens; with a barrier."""
+    """Clear the bins and their seats, with a barrier."""
     cells = tl.arange(0, CELLS)
     put(room, cells, cells * 0, cells >= 0)
     lanes = tl.arange(0, LANES)
     put(room, SEATS_AT + lanes, lanes * 0, lanes >= 0)
-    put2(room, LAST_PAIR + lanes * 0, tl.full((LANES,), BEHIND, tl.uint32), lanes * 0, lanes >= 0)
     tl.debug_barrier()
 
 
@@ -132,7 +123,7 @@ def store_best_first(
         sort_by_radix(room, tl.where(valid, r, BEHIND), slot)
         _, slot = get2(room, PAIRS_AT + ids)
     else:
-        rank = rank_in_bins(room, r, cell, seat, valid, most)
+        rank = rank_in_bins(room, r, cell, seat, valid)
         put(room, rank, slot, valid)
         tl.debug_barrier()
         slot = get(room, ids)
