@@ -62,7 +62,7 @@ def wrong_rows(rows: list[torch.Tensor], k: int, order: fast.Order, way: fast.Wa
         launch(kernel_rank.rank_kernel, *fast.rank_arguments(p, space, 0, len(rows), out, errors, order))
     elif way == "clusters":
         launch(kernel_set.set_kernel, *fast.set_arguments(p, space, 0, len(rows), out, errors, order))
-        if order.by_score:
+        if fast.best_follows(p, order):
             launch(kernel_best.best_kernel, *fast.best_arguments(p, space, 0, len(rows), out, order))
     else:
         launch(kernel_select.select_kernel, *fast.select_arguments(p, space, 0, len(rows), out, errors, order, False))

@@ -49,7 +49,7 @@ def _exact(width: int) -> Any:
     return exact.topk(_problem(width), orders, fast.Order(slots=True, by_score=True))
 
 
-SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score")
+SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score", requests=2)
 LISTING = partial(call_of_fast, "score", LISTED)
 KERNELS = (
     case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
@@ -101,6 +101,9 @@ KERNELS = (
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
             ("-first", "the k best by position, before they are put in order", BEST),
+            ("-first-4096", "the k best, best first, of rows of 4096 tokens", partial(call_of_fast, "score", SHORT)),
+            ("-first-8192", "the same, of rows of 8192 tokens", partial(call_of_fast, "score", 128)),
+            ("-first-many", "the same, of more rows than SMs", partial(call_of_fast, "score", SHORT, requests=256)),
         )
     ),
     case_of("indexer-best", "the k best of a set, best first", HOPPER, BEST, "best_kernel"),
@@ -119,7 +122,7 @@ KERNELS = (
     ),
     case_of(
         "indexer-select-best-first-prefill", "the k best, best first, of a prefill's long rows", HOPPER,
-        partial(BEST, next_n=2048), "select_kernel",
+        partial(call_of_fast, "score", next_n=2048), "select_kernel",
     ),
     case_of(
         "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,

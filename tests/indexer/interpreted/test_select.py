@@ -37,9 +37,13 @@ def test_in_registers_best_first(kind):
     assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=True), way="clusters") == []
 
 
-@pytest.mark.parametrize("k", [1, 2, 31, 33, 201, 2047, 2048])
-def test_in_registers_best_first_of_k(k):
-    assert wrong_rows(rows(0, 1, k - 1, k, k + 1, 3000), k, Order(slots=False, by_score=True), way="clusters") == []
+@pytest.mark.parametrize(
+    ("k", "longest"), [(k, 3000) for k in (1, 2, 31, 33, 201, 2047, 2048)] + [(k, 8200) for k in (1, 201, 2048)]
+)
+def test_in_registers_best_first_of_k(k, longest):
+    """Check rows that their one program puts in order, and, if one is longer than 8192, those of `best_kernel`."""
+    lengths = rows(0, 1, k - 1, k, k + 1, longest)
+    assert wrong_rows(lengths, k, Order(slots=False, by_score=True), way="clusters") == []
 
 
 def test_in_registers_best_first_nan_first():

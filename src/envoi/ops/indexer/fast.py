@@ -48,11 +48,13 @@ SELECT_WARPS, ORDER_WARPS = 16, 8  # of a program of selection; of one that also
 PREFILL_CHUNK = 4096  # scores that a program of a prefill's selection holds
 SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that several programs run on an SM
 MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
+MOST_CLUSTERED = MOST_PROGRAMS * CHUNKS[-1]  # scores that a cluster holds
 BEST_WARPS = 16  # of a program that puts a set in order
 SET_WARPS = 32  # of such a program, where LONG_CHUNK scores are too few
 SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
 PARTS = 4  # programs that select from a longer row
-FEW_ROWS, MOST_CANDIDATES = 2, 1 << 18  # see `by_candidates`
+FEW_ROWS, FEW_RANKED, MOST_CANDIDATES = 2, 4, 1 << 18  # see `by_candidates`
+LONE_ROW = 1 << 16  # tokens of a single row, from which candidates are ranked faster than a cluster's set is ordered
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
@@ -129,8 +131,8 @@ class Workspace:
     counters: torch.Tensor | None = None
 
 
-# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs (`kernel_set`), whose
-# sets `kernel_best` puts in order.
+# How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs, or one program, that
+# hold a row (`kernel_set`, `kernel_best`).
 Way = Literal["radix", "candidates", "clusters"]
 
 
@@ -146,7 +148,8 @@ def list_words(p: Problem) -> int:
 
 def way_of(p: Problem, order: Order, early: bool) -> Way:
     """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
-    if early and not p.is_prefill and p.max_length <= MOST_PROGRAMS * CHUNKS[-1]:
+    is_lone = order.by_score and p.num_rows == 1 and p.max_length > LONE_ROW
+    if early and not p.is_prefill and p.max_length <= MOST_CLUSTERED and not is_lone:
         return "clusters"
     return "candidates" if by_candidates(p, order) else "radix"
 
@@ -154,14 +157,16 @@ def way_of(p: Problem, order: Order, early: bool) -> Way:
 def by_candidates(p: Problem, order: Order) -> bool:
     """Tell whether candidates for the best, ranked by many programs a row, are faster than PARTS programs a row.
 
-    They are where the best come first in long rows, and where any order will do in a row or two that are very long:
-    rows too long for clusters, or not of the fast mode on Hopper. Not in a prefill, whose rows fill the GPU.
+    They are where the best come first in long rows, if rows too long for clusters are few, and where any order will do
+    in a row or two that are very long. Rows are those that clusters don't take: too long, or a single one, or not of
+    the fast mode on Hopper. Not in a prefill, whose rows fill the GPU.
     """
     if p.max_length > MOST_CANDIDATES or p.is_prefill:
         return False
     if order.any:
         return p.num_rows <= FEW_ROWS and p.max_length > CHUNKS[-1]
-    return order.by_score and p.max_length > LONG_CHUNK
+    few = p.num_rows <= FEW_RANKED or p.max_length <= MOST_CLUSTERED
+    return order.by_score and few and p.max_length > LONG_CHUNK
 
 
 def at_once(p: Problem, order: Order, early: bool, has_groups: bool) -> bool:
@@ -285,7 +290,7 @@ def in_blocks(
             rest = first, num_rows, out, errors, order
             if way == "clusters":
                 launch(kernel_set.set_kernel, *set_arguments(p, space, *rest))
-                if order.by_score:
+                if best_follows(p, order):
                     launch(kernel_best.best_kernel, *best_arguments(p, space, first, num_rows, out, order))
             elif way == "candidates":
                 launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
@@ -399,6 +404,11 @@ def select_arguments(
     ), options | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
+def best_follows(p: Problem, order: Order) -> bool:
+    """Tell whether `best_kernel` follows `set_kernel`: the best come first, in rows that have a cluster."""
+    return order.by_score and p.max_length > LONG_CHUNK
+
+
 def set_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order
 ) -> tuple[tuple[int], tuple, dict]:
@@ -413,10 +423,11 @@ def set_arguments(
         options["num_warps"] = SET_WARPS
     elif programs > 1 and num_rows > SPREAD[programs]:
         options["maxnreg"] = SELECT_REGISTERS
+    follows = best_follows(p, order)
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots and not order.by_score, order.as_torch, chunk, programs,
-        programs == 1 and num_rows <= num_sms(p.q.device), order.by_score,
+        p.k, order.slots and not follows, order.as_torch, chunk, programs,
+        programs == 1 and num_rows <= num_sms(p.q.device), follows, order.by_score and not follows,
     ), options  # fmt: skip
 
 

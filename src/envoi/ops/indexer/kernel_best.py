@@ -1,8 +1,10 @@
 # Type checkers don't know the types that the compiler gives to device code.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Order of each row's k best, best first, after `kernel_set` has chosen them: one program a row.
+"""Order of each row's k best, best first, which `kernel_set` has chosen: one program a row.
 
-    positions  ascending, as `set_kernel` stored them, and -1 from the row's end on
+`set_kernel` does it itself where it has one program a row; where a row has a cluster, `best_kernel` follows.
+
+    positions  ascending, and -1 from the row's end on
     bins       equally wide from the greatest score to the least, or, if those are a distribution's tail, a quarter as
                many near the greatest and three times as many near the least
     rank       how many are in the bins before, and how many in the same bin are better, or equal and before it
@@ -21,7 +23,7 @@ from envoi.ops.indexer.kernel_digits import BEHIND, LANES, LARGEST, PAIRS_AT, fl
 from envoi.ops.indexer.kernel_digits import BINS as MOST
 from envoi.ops.indexer.kernel_order import slot_of, sort_by_radix
 from envoi.ops.indexer.kernel_scores import INTEGERS, PAGE, ordered, visible
-from envoi.ops.indexer.room import fetch_add, get, get2, put, put2
+from envoi.ops.indexer.room import count_less, fetch_add, get, get2, put, put2
 
 CELLS: tl.constexpr = tl.constexpr(4096)  # bins,
 COLUMNS: tl.constexpr = tl.constexpr(512)  # of which a thread sums neighbours: their words are so many apart
@@ -29,7 +31,6 @@ COUNT_AT: tl.constexpr = tl.constexpr(16)  # first bit of a count in a bin's wor
 ALIKE: tl.constexpr = LANES  # tokens in a bin from which all are sorted
 ENDS_AT: tl.constexpr = tl.constexpr(4160)  # words: the greatest and the least score of each row of tokens
 SEATS_AT: tl.constexpr = tl.constexpr(4448)  # which seats of bins are taken, the last one or those after it
-LAST_PAIR: tl.constexpr = tl.constexpr(PAIRS_AT.value + MOST.value)  # behind all tokens; one for all that are done
 
 
 @triton.jit
@@ -60,8 +61,8 @@ def cells_of(room, r, valid, is_tail):
     if is_tail:
         square = below * below
         below = 0.25 * below + 0.75 * (square * square)
-    bins = tl.minimum((below * CELLS).to(tl.int32), CELLS - 1)
-    return bins % (CELLS // COLUMNS) * COLUMNS + bins // (CELLS // COLUMNS)
+    bins = tl.minimum((below * CELLS).to(tl.uint32), CELLS - 1)
+    return (bins % (CELLS // COLUMNS) * COLUMNS + bins // (CELLS // COLUMNS)).to(tl.int32)
 
 
 @triton.jit
@@ -78,8 +79,8 @@ def begins_of_cells(room):
 
 
 @triton.jit
-def rank_in_bins(room, r, cell, seat, valid, most):
-    """Return how many tokens are better than each, or equal and before it. most: tokens in a bin, at most."""
+def rank_in_bins(room, r, cell, seat, valid):
+    """Return how many tokens are better than each, or equal and before it."""
     ids = tl.arange(0, MOST)
     begins_of_cells(room)
     word = tl.where(valid, get(room, cell), 0)
@@ -87,14 +88,46 @@ def rank_in_bins(room, r, cell, seat, valid, most):
     begin = word - (number << COUNT_AT)
     put2(room, PAIRS_AT + begin + seat, r, ids, valid)
     tl.debug_barrier()
-    rank = begin
-    number = tl.where(number > 1, number, 0)
-    for first in range(0, most, 2):
-        for nth in tl.static_range(2):
-            other, other_id = get2(room, tl.where(first + nth < number, PAIRS_AT + begin + first + nth, LAST_PAIR))
-            other = other.to(tl.uint32, bitcast=True)
-            rank += ((other < r) | ((other == r) & (other_id < ids))).to(tl.int32)
-    return rank
+    return begin + count_less(room, PAIRS_AT + begin, tl.where(number > 1, number, 0), r, ids)
+
+
+@triton.jit
+def clear_bins(room):
+    """Clear the bins and their seats, with a barrier."""
+    cells = tl.arange(0, CELLS)
+    put(room, cells, cells * 0, cells >= 0)
+    lanes = tl.arange(0, LANES)
+    put(room, SEATS_AT + lanes, lanes * 0, lanes >= 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def store_best_first(
+    room, out, logits, table, position, is_tail, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr
+):
+    """Store the slots or positions of a row's tokens, best first, and -1 for those that are -1. Bins are clear.
+
+    position [MOST]: -1 from K on, at the latest.
+    """
+    ids = tl.arange(0, MOST)
+    valid = position >= 0
+    slot = slot_of(table, position, valid, SLOTS)
+    x = tl.load(logits + position, mask=valid, other=0.0)
+    r = radix_of(ordered(x, NAN_FIRST))
+    cell = cells_of(room, r, valid, is_tail)
+    seat = fetch_add(room, cell, valid)
+    put(room, SEATS_AT + tl.minimum(seat, ALIKE - 1), seat * 0 + 1, valid)
+    tl.debug_barrier()
+    most = tl.sum(get(room, SEATS_AT + tl.arange(0, LANES)), 0)
+    if most == ALIKE:
+        sort_by_radix(room, tl.where(valid, r, BEHIND), slot)
+        _, slot = get2(room, PAIRS_AT + ids)
+    else:
+        rank = rank_in_bins(room, r, cell, seat, valid)
+        put(room, rank, slot, valid)
+        tl.debug_barrier()
+        slot = get(room, ids)
+    tl.store(out + ids, tl.where(valid, slot, -1), mask=ids < K)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -115,31 +148,9 @@ def best_kernel(
     table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     logits += own.to(tl.int64) * width * PAGE
-    cells = tl.arange(0, CELLS)
-    put(room, cells, cells * 0, cells >= 0)
-    lanes = tl.arange(0, LANES)
-    put(room, SEATS_AT + lanes, lanes * 0, lanes >= 0)
-    put2(room, LAST_PAIR + lanes * 0, tl.full((LANES,), BEHIND, tl.uint32), lanes * 0, lanes >= 0)
-    tl.debug_barrier()
+    clear_bins(room)
     if not INTERPRETED:
         gdc_wait()
     ids = tl.arange(0, MOST)
     position = tl.load(out + ids, mask=ids < K, other=-1)
-    valid = position >= 0
-    slot = slot_of(table, position, valid, SLOTS)
-    x = tl.load(logits + position, mask=valid, other=0.0)
-    r = radix_of(ordered(x, NAN_FIRST))
-    cell = cells_of(room, r, valid, is_tail)
-    seat = fetch_add(room, cell, valid)
-    put(room, SEATS_AT + tl.minimum(seat, ALIKE - 1), seat * 0 + 1, valid)
-    tl.debug_barrier()
-    most = tl.sum(get(room, SEATS_AT + lanes), 0)
-    if most == ALIKE:
-        sort_by_radix(room, tl.where(valid, r, BEHIND), slot)
-        _, slot = get2(room, PAIRS_AT + ids)
-    else:
-        rank = rank_in_bins(room, r, cell, seat, valid, most)
-        put(room, rank, slot, valid)
-        tl.debug_barrier()
-        slot = get(room, ids)
-    tl.store(out + ids, tl.where(valid, slot, -1), mask=ids < K)
+    store_best_first(room, out, logits, table, position, is_tail, K, SLOTS, NAN_FIRST)

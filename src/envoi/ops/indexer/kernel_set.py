@@ -11,6 +11,8 @@ Each program has a share of the row's neighbouring tokens, and counts in its sha
 
 What a program has to know of the others they store in its shared memory: sums of 32 rows of bins; bins of a row; the
 list; how many tokens each has chosen. Nothing passes through global memory. In the interpreter a row has one program.
+
+Where the best come first, a program that has all of a row puts them in order; after clusters, `best_kernel` does.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogues.device import INF, INTERPRETED, in_order
 from envoi.ops.indexer import room as words
+from envoi.ops.indexer.kernel_best import clear_bins, store_best_first
 from envoi.ops.indexer.kernel_candidates import BAD_LENGTH, BAD_PAGE
 from envoi.ops.indexer.kernel_digits import (
     BEFORE,
@@ -292,8 +295,8 @@ def mark_by_radix(room, x, share, K: tl.constexpr, NAN_FIRST: tl.constexpr, CLUS
 
 
 @triton.jit
-def store_marked(room, out, rank, ROWS: tl.constexpr, CLUSTER: tl.constexpr):
-    """Store the slots of what is marked, after those of the programs before. ROWS: of 256 tokens."""
+def put_marked(room, ROWS: tl.constexpr):
+    """Put the slots of what is marked, by position, from the word CHOSEN_AT on, with a barrier. ROWS: of 256 tokens."""
     rows = tl.arange(0, ROWS)[:, None]
     lanes = tl.arange(0, LANES)[None, :]
     byte = get(room, BITS_AT + (rows * LANES + lanes) // 4) >> (lanes % 4 * 8)
@@ -316,6 +319,11 @@ def store_marked(room, out, rank, ROWS: tl.constexpr, CLUSTER: tl.constexpr):
         put(room, at, slots + nth, chosen != 0)
         at += chosen
     tl.debug_barrier()
+
+
+@triton.jit
+def store_chosen(room, out, rank, CLUSTER: tl.constexpr):
+    """Store what `put_marked` has put, after that of the programs before."""
     before = sum_before(room, rank, 1, CLUSTER)
     num = get(room, rank * 0 + LENGTH)
     for begin in range(0, num, STORED):
@@ -324,11 +332,23 @@ def store_marked(room, out, rank, ROWS: tl.constexpr, CLUSTER: tl.constexpr):
 
 
 @triton.jit
+def wait_for_scores(BEFORE_BEST: tl.constexpr):
+    """Wait for the scores' end; then let `best_kernel` start: each of its programs finds an idle SM only from then on.
+
+    Before, SMs become idle one by one, and the first would get two or more of its programs.
+    """
+    if not INTERPRETED:
+        gdc_wait()
+        if BEFORE_BEST:
+            gdc_launch_dependents()
+
+
+@triton.jit
 def choose_share(
     room, row, share, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
-    CLUSTER: tl.constexpr,
+    CLUSTER: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
-    """Store those of a share's tokens that are among the k best of the row."""
+    """Store those of a share's tokens that are among the k best of the row; if it ORDERS, put them as `put_marked`."""
     rank = share.rank
     zero = rank * 0
     pages = tl.arange(0, CHUNK // PAGE)
@@ -337,8 +357,7 @@ def choose_share(
     else:
         slots = share.first + pages * PAGE
     put(room, SLOTS_AT + pages, slots, pages >= 0)
-    if not INTERPRETED:
-        gdc_wait()
+    wait_for_scores(BEFORE_BEST)
     ids = grid(CHUNK // LANES)
     x = tl.load(row.logits + share.first + ids, mask=ids // 4 < tl.cdiv(share.size, 4), other=-INF, volatile=True)
     a, b, c, d = sample(row.logits, row.n)
@@ -367,20 +386,24 @@ def choose_share(
     else:
         mark_by_radix(room, x, share, K, NAN_FIRST, CLUSTER)
     tl.debug_barrier()
-    store_marked(room, row.out + row.number.to(tl.int64) * K, rank, CHUNK // 8 // LANES, CLUSTER)
+    put_marked(room, CHUNK // 8 // LANES)
+    if not ORDERS:
+        store_chosen(room, row.out + row.number.to(tl.int64) * K, rank, CLUSTER)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def set_kernel(
     logits, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, CLUSTER: tl.constexpr,
-    ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr,
+    ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's output, by position, and its error, as `select_kernel` does: CLUSTER programs a row.
+    """Store a row's output, by position unless it ORDERS, and its error, as `select_kernel` does.
 
-    No row is longer than CLUSTER * CHUNK. Launched before the scores' kernel ends, with at least 64 * CLUSTER threads.
+    CLUSTER programs a row, which is no longer than CLUSTER * CHUNK. Launched before the scores' kernel ends, with at
+    least 64 * CLUSTER threads.
     ALONE: there is an SM for each program; if two fitted one, the first idle SM would get two while others have none.
-    BEFORE_BEST: `best_kernel` follows, launched as soon as all programs run; it reads the scores of short rows too.
+    BEFORE_BEST: `best_kernel` follows, launched once the scores are there; it reads those of short rows too.
+    ORDERS: the best come first, which the one program of a row does.
     """
     words.declare()
     own = tl.program_id(0) // CLUSTER
@@ -391,8 +414,6 @@ def set_kernel(
         cluster.form(CLUSTER)
         set_up_barriers(room, rank * 0 + BARRIERS_AT, NUM_BARRIERS)
         cluster.arrive()
-    if BEFORE_BEST and not INTERPRETED:
-        gdc_launch_dependents()
     row = first_row + own
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
@@ -415,12 +436,17 @@ def set_kernel(
         mine = Share(rank, first, tl.maximum(tl.minimum(n - first, share), 0))
         given = Row(row, out, logits, table, n)
         if (share <= CHUNK // 2) & (CLUSTER > 1):  # half the instructions
-            choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER)
+            choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER, BEFORE_BEST, ORDERS)
         else:
-            choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK, CLUSTER)
+            choose_share(room, given, mine, K, SLOTS and not ORDERS, NAN_FIRST, CHUNK, CLUSTER, BEFORE_BEST, ORDERS)
     else:
-        if rank == 0:
+        if BEFORE_BEST or ORDERS:  # what waits for this kernel's end waits for the scores, whatever the lengths
+            wait_for_scores(BEFORE_BEST)
+        if (rank == 0) & (not ORDERS):
             slots = tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1)
             tl.store(out + row.to(tl.int64) * K + bins, slots, mask=bins < K)
-        if BEFORE_BEST and not INTERPRETED:
-            gdc_wait()  # what waits for this kernel's end waits for the scores, whatever the lengths
+    if ORDERS:
+        position = tl.where(bins < tl.minimum(n, K), tl.where(n > K, get(room, CHOSEN_AT + bins), bins), -1)
+        tl.debug_barrier()
+        clear_bins(room)
+        store_best_first(room, out + row.to(tl.int64) * K, logits, table, position, n > K, K, SLOTS, NAN_FIRST)

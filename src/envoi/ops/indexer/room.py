@@ -4,6 +4,7 @@
 
     declare                                                   once, first in the kernel
     put, put2, get, get2, add, fetch_add, append, set_bits    by word
+    count_less                                                of pairs
     tl.debug_barrier                                          between what one thread puts and another gets
 
 The words belong to the kernel alone; they begin undefined. In the interpreter they are those of `room`, a tensor.
@@ -166,6 +167,42 @@ def reserve_registers(n):
             "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p bra enough; " + _RESERVING + " enough: mov.b32 $0, 0; }",
             "=r,r", [n], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+# Four elements at a time. Each warp ends after its own most pairs; the assembler would unroll a loop of few rounds.
+_COUNTING = tl.constexpr(
+    "{ .reg .pred p, q; .reg .b32 i, m; mov.b32 i, 0; max.s32 m, $8, $9; max.s32 m, m, $10; max.s32 m, m, $11; "
+    + "".join(
+        f".reg .b32 a{k}, c{k}, x{k}, y{k}; .reg .b64 o{k}, s{k}; mov.u32 a{k}, envoi_room;"
+        f" mad.lo.s32 a{k}, ${4 + k}, 8, a{k}; mov.b64 s{k}, {{${16 + k}, ${12 + k}}}; mov.b32 c{k}, 0; "
+        for k in range(4)
+    )
+    + 'setp.le.s32 p, m, 0; @p bra done; again: .pragma "nounroll"; '
+    + "".join(
+        f"setp.lt.s32 p, i, ${8 + k}; @p ld.shared.v2.b32 {{x{k}, y{k}}}, [a{k}]; mov.b64 o{k}, {{y{k}, x{k}}};"
+        f" setp.lt.and.u64 q, o{k}, s{k}, p; @q add.s32 c{k}, c{k}, 1; add.s32 a{k}, a{k}, 8; "
+        for k in range(4)
+    )
+    + "add.s32 i, i, 1; setp.lt.s32 p, i, m; @p bra again; done: "
+    + "".join(f"mov.b32 ${k}, c{k}; " for k in range(4))
+    + "}"
+)
+
+
+@triton.jit
+def count_less(room, pair, number, x, y):
+    """Count those of `number` pairs, from `pair` on, that are less than x, y: first in uint32, or equal and second."""
+    if INTERPRETED:
+        less = number * 0
+        for nth in range(tl.max(number, 0)):
+            at = 2 * tl.where(nth < number, pair + nth, pair)
+            other = get(room, at).to(tl.uint32, bitcast=True)
+            less += ((nth < number) & ((other < x) | ((other == x) & (get(room, at + 1) < y)))).to(tl.int32)
+        return less
+    return tl.inline_asm_elementwise(
+        _COUNTING, "=r,=r,=r,=r" + 16 * ",r", [pair, number, x.to(tl.int32, bitcast=True), y], tl.int32, is_pure=False,
+        pack=4,
+    )  # fmt: skip
 
 
 # Between programs of a cluster (`runtime.cluster`), which the interpreter doesn't have.
