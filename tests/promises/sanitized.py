@@ -173,8 +173,9 @@ def indexer_of_many_rows() -> bool:
 
 
 def indexer_of_long_rows() -> bool:
-    """Run the kernels that select from long rows: clusters of 2, 4 and 8 programs and others, by all their ways."""
-    return of_requests((False, 64, 1, lengths) for lengths in ((9000,), (17000, 3, 3000), (40000, 70000)))
+    """Run the kernels that select from rows: one program a row, clusters of 2, 4 and 8, and others, by all their ways."""
+    calls = (5000, 700), (9000,), (17000, 3, 3000), (40000, 70000)
+    return of_requests((False, 64, 1, lengths) for lengths in calls)
 
 
 def of_requests(calls: Iterable[tuple[bool, int, int, tuple[int, ...]]]) -> bool:
