@@ -173,7 +173,7 @@ def indexer_of_many_rows() -> bool:
 
 
 def indexer_of_long_rows() -> bool:
-    """Run the kernels that select from rows: one program a row, clusters of 2, 4 and 8, and others, by all their ways."""
+    """Run the kernels that select from rows: a program a row, clusters of 2, 4 and 8, and others, by all their ways."""
     calls = (5000, 700), (9000,), (17000, 3, 3000), (40000, 70000)
     return of_requests((False, 64, 1, lengths) for lengths in calls)
 

@@ -49,7 +49,7 @@ def _exact(width: int) -> Any:
     return exact.topk(_problem(width), orders, fast.Order(slots=True, by_score=True))
 
 
-SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score", requests=2)
+SET, BEST = partial(call_of_fast, "position"), partial(call_of_fast, "score")
 LISTING = partial(call_of_fast, "score", LISTED)
 KERNELS = (
     case_of("indexer-scores-sm90", "scores on Hopper: FP8 tensor cores, pages by TMA", HOPPER, SET, "scores_kernel"),
@@ -122,7 +122,7 @@ KERNELS = (
     ),
     case_of(
         "indexer-select-best-first-prefill", "the k best, best first, of a prefill's long rows", HOPPER,
-        partial(call_of_fast, "score", next_n=2048), "select_kernel",
+        partial(BEST, next_n=2048), "select_kernel",
     ),
     case_of(
         "indexer-select-1000", "the 1000 best by position, whose places aren't a power of two", HOPPER,

@@ -54,7 +54,6 @@ SET_WARPS = 32  # of such a program, where LONG_CHUNK scores are too few
 SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
 PARTS = 4  # programs that select from a longer row
 FEW_ROWS, FEW_RANKED, MOST_CANDIDATES = 2, 4, 1 << 18  # see `by_candidates`
-LONE_ROW = 1 << 16  # tokens of a single row, from which candidates are ranked faster than a cluster's set is ordered
 BLOCKS = (1024, 2048, 4096)  # scores of a program that lists candidates: the least with no more programs than SMs
 EARLY = True  # selection's launch overlaps with the end of the scores'
 
@@ -148,8 +147,7 @@ def list_words(p: Problem) -> int:
 
 def way_of(p: Problem, order: Order, early: bool) -> Way:
     """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
-    is_lone = order.by_score and p.num_rows == 1 and p.max_length > LONE_ROW
-    if early and not p.is_prefill and p.max_length <= MOST_CLUSTERED and not is_lone:
+    if early and not p.is_prefill and p.max_length <= MOST_CLUSTERED:
         return "clusters"
     return "candidates" if by_candidates(p, order) else "radix"
 
@@ -158,8 +156,8 @@ def by_candidates(p: Problem, order: Order) -> bool:
     """Tell whether candidates for the best, ranked by many programs a row, are faster than PARTS programs a row.
 
     They are where the best come first in long rows, if rows too long for clusters are few, and where any order will do
-    in a row or two that are very long. Rows are those that clusters don't take: too long, or a single one, or not of
-    the fast mode on Hopper. Not in a prefill, whose rows fill the GPU.
+    in a row or two that are very long. Rows are those that clusters don't take: too long, or not of the fast mode on
+    Hopper. Not in a prefill, whose rows fill the GPU.
     """
     if p.max_length > MOST_CANDIDATES or p.is_prefill:
         return False
