@@ -102,16 +102,13 @@ def clear_bins(room):
 
 
 @triton.jit
-def store_best_first(
-    room, out, logits, table, position, is_tail, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr
-):
-    """Store the slots or positions of a row's tokens, best first, and -1 for those that are -1. Bins are clear.
+def store_best_first(room, out, logits, position, slot, is_tail, K: tl.constexpr, NAN_FIRST: tl.constexpr):
+    """Store what stands in `slot` for a row's tokens, best first, and -1 where positions are -1. Bins are clear.
 
     position [MOST]: -1 from K on, at the latest.
     """
     ids = tl.arange(0, MOST)
     valid = position >= 0
-    slot = slot_of(table, position, valid, SLOTS)
     x = tl.load(logits + position, mask=valid, other=0.0)
     r = radix_of(ordered(x, NAN_FIRST))
     cell = cells_of(room, r, valid, is_tail)
@@ -153,4 +150,5 @@ def best_kernel(
         gdc_wait()
     ids = tl.arange(0, MOST)
     position = tl.load(out + ids, mask=ids < K, other=-1)
-    store_best_first(room, out, logits, table, position, is_tail, K, SLOTS, NAN_FIRST)
+    slot = slot_of(table, position, position >= 0, SLOTS)
+    store_best_first(room, out, logits, position, slot, is_tail, K, NAN_FIRST)

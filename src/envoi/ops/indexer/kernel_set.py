@@ -82,10 +82,8 @@ LIMIT: tl.constexpr = tl.constexpr(1e37)
 
 
 class Row(NamedTuple):
-    """A row's number, scores and pages, pointers, and how many tokens it sees. out: the output of all rows."""
+    """A row's scores and pages, pointers, and how many tokens it sees."""
 
-    number: Any
-    out: Any
     logits: Any
     table: Any
     n: Any
@@ -344,20 +342,23 @@ def wait_for_scores(BEFORE_BEST: tl.constexpr):
 
 
 @triton.jit
-def choose_share(
-    room, row, share, K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr,
-    CLUSTER: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
-):  # fmt: skip
-    """Store those of a share's tokens that are among the k best of the row; if it ORDERS, put them as `put_marked`."""
-    rank = share.rank
-    zero = rank * 0
+def put_slots(room, row, share, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Put the slots or positions of the first tokens of a share's pages."""
     pages = tl.arange(0, CHUNK // PAGE)
     if SLOTS:
         slots = tl.load(row.table + share.first // PAGE + pages, mask=pages * PAGE < share.size, other=0) * PAGE
     else:
         slots = share.first + pages * PAGE
     put(room, SLOTS_AT + pages, slots, pages >= 0)
-    wait_for_scores(BEFORE_BEST)
+
+
+@triton.jit
+def choose_share(
+    room, row, share, K: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, CLUSTER: tl.constexpr
+):
+    """Choose those of a share's tokens that are among the k best of the row, and put them as `put_marked` does."""
+    rank = share.rank
+    zero = rank * 0
     ids = grid(CHUNK // LANES)
     x = tl.load(row.logits + share.first + ids, mask=ids // 4 < tl.cdiv(share.size, 4), other=-INF, volatile=True)
     a, b, c, d = sample(row.logits, row.n)
@@ -387,8 +388,6 @@ def choose_share(
         mark_by_radix(room, x, share, K, NAN_FIRST, CLUSTER)
     tl.debug_barrier()
     put_marked(room, CHUNK // 8 // LANES)
-    if not ORDERS:
-        store_chosen(room, row.out + row.number.to(tl.int64) * K, rank, CLUSTER)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -434,11 +433,18 @@ def set_kernel(
         share = tl.multiple_of(tl.cdiv(n, CLUSTER * PAGE) * PAGE, PAGE)
         first = share * rank
         mine = Share(rank, first, tl.maximum(tl.minimum(n - first, share), 0))
-        given = Row(row, out, logits, table, n)
+        given = Row(logits, table, n)
         if (share <= CHUNK // 2) & (CLUSTER > 1):  # half the instructions
-            choose_share(room, given, mine, K, SLOTS, NAN_FIRST, CHUNK // 2, CLUSTER, BEFORE_BEST, ORDERS)
+            put_slots(room, given, mine, SLOTS, CHUNK // 2)
+            wait_for_scores(BEFORE_BEST)
+            choose_share(room, given, mine, K, NAN_FIRST, CHUNK // 2, CLUSTER)
+            store_chosen(room, out + row.to(tl.int64) * K, rank, CLUSTER)
         else:
-            choose_share(room, given, mine, K, SLOTS and not ORDERS, NAN_FIRST, CHUNK, CLUSTER, BEFORE_BEST, ORDERS)
+            put_slots(room, given, mine, SLOTS and not ORDERS, CHUNK)
+            wait_for_scores(BEFORE_BEST)
+            choose_share(room, given, mine, K, NAN_FIRST, CHUNK, CLUSTER)
+            if not ORDERS:
+                store_chosen(room, out + row.to(tl.int64) * K, rank, CLUSTER)
     else:
         if BEFORE_BEST or ORDERS:  # what waits for this kernel's end waits for the scores, whatever the lengths
             wait_for_scores(BEFORE_BEST)
@@ -449,4 +455,5 @@ def set_kernel(
         position = tl.where(bins < tl.minimum(n, K), tl.where(n > K, get(room, CHOSEN_AT + bins), bins), -1)
         tl.debug_barrier()
         clear_bins(room)
-        store_best_first(room, out + row.to(tl.int64) * K, logits, table, position, n > K, K, SLOTS, NAN_FIRST)
+        slots = slot_of(table, position, position >= 0, SLOTS)
+        store_best_first(room, out + row.to(tl.int64) * K, logits, position, slots, n > K, K, NAN_FIRST)
