@@ -388,8 +388,7 @@ def test_code_for_long_rows_is_left_out_where_that_is_faster(rows, width, by_sco
         (1, 64, "any", "set_kernel"), (512, 129, "position", "set_kernel"), (513, 129, "any", "select_kernel"),
         (1, 2048, "any", "set_kernel"), (2, 2049, "any", "rank_kernel"), (2, 2049, "position", "select_kernel"),
         (3, 2049, "any", "select_kernel"), (1, 128, "score", "set_kernel"), (512, 129, "score", "best_kernel"),
-        (1, 2048, "score", "best_kernel"),
-        (4, 2049, "score", "rank_kernel"), (5, 2049, "score", "select_kernel"),
+        (1, 2048, "score", "best_kernel"), (4, 2049, "score", "rank_kernel"), (5, 2049, "score", "select_kernel"),
         (513, 64, "score", "select_kernel"), (3, 2049, "score", "rank_kernel"), (3, 4097, "score", "select_kernel"),
     ],
 )  # fmt: skip
