@@ -33,4 +33,3 @@ def test_serve_transformers(capfd):
     out = run_main("serve_transformers")
     assert out.shape[1] > len("import ")
     assert capfd.readouterr().out.startswith("import ")
-
