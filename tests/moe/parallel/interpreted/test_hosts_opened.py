@@ -82,16 +82,17 @@ def stand_in(rank: int, folder: str) -> None:
     announce, barrier = rail.send_routing, nvlink.combine_barrier
 
     def announce_in_turns(buffers) -> None:
+        errors = domains.error_codes(buffers.domain)
+        meet()
+        found = errors.clone()
         for turn in range(2):
+            errors.copy_(found)  # again, since they are cleared where they are read
             meet()
             buffers.domain.report[1].zero_()
             domains.flags(buffers.domain)[0] = num_chunks(buffers.domain.layout) if turn else 100 * MAX_CHUNKS
             announce(buffers)
             meet()
-            if not turn:
-                rail.unpack(buffers)  # error codes were cleared where they were read
-        regions = buffers.domain.layout.regions
-        buffers.domain.memory[regions.error_codes : regions.sizes].zero_()
+        errors.zero_()
 
     def meet_first(domain) -> None:
         meet()
