@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import fresh
+from tests.helpers.slow import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+# README.md last: it opens a process group, which forks of the process would have.
+PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "README.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Ranks are started as `torch.multiprocessing.spawn` does it, or as forks, which import nothing anew.
 RUN = """
-import runpy, sys, warnings
+import functools, runpy, sys, warnings, torch.multiprocessing as mp
 warnings.simplefilter('ignore')
-for path in sys.argv[1:]:
+mp.spawn = functools.partial(mp.start_processes, start_method=sys.argv[1])
+for path in sys.argv[2:]:
     runpy.run_path(path, run_name='__main__')
 """
 
@@ -33,7 +37,8 @@ def environment() -> dict[str, str]:
     return {**ranks, **offline}
 
 
-def test_every_block_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("start", mostly_slow(["fork", "spawn"], ["fork"]))
+def test_every_block_runs(start, tmp_path, monkeypatch):
     programs = [tmp_path / f"page_{path.stem}.py" for path in PAGES]  # files, because tracing reads their lines
     for path, program in zip(PAGES, programs, strict=True):
         found = blocks(path)
@@ -42,7 +47,7 @@ def test_every_block_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    done = fresh.run(RUN, *map(str, programs))
+    done = fresh.run(RUN, start, *map(str, programs))
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

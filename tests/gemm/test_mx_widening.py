@@ -113,10 +113,11 @@ def order(bits: int) -> torch.Tensor:
 def test_every_element_under_every_factor(bits, bounded):
     codes = torch.arange(2**bits).view(-1, 16)
     values = e2m1_decode(codes) if bits == 4 else codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    for byte in range(LARGEST_SCALE_BYTE + 1 if bounded else 256):
-        got = widen(bits, bounded, codes, torch.full((len(codes),), byte)).double()
-        factor = float("nan") if byte == 255 else 2.0 ** (byte - 127)
-        want = (values.double() * factor)[:, order(bits)]
+    factors = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), float("nan")], dtype=torch.float64)
+    for some in torch.arange(LARGEST_SCALE_BYTE + 1 if bounded else 256).split(128):  # all take a branch or none
+        byte = some.repeat_interleave(len(codes))
+        got = widen(bits, bounded, codes.repeat(len(some), 1), byte).double()
+        want = (values.double().repeat(len(some), 1) * factors[byte, None])[:, order(bits)]
         if bits == 8:
             nan = want.isnan().any(1, keepdim=True)  # one NaN spoils all elements that its thread has of the row
             want = torch.where(nan, float("nan"), want)
@@ -124,4 +125,4 @@ def test_every_element_under_every_factor(bits, bounded):
                 got, want = got[~nan[:, 0]], want[~nan[:, 0]]
         rounded = want.bfloat16().double()  # 448 * 2^127 is infinite, 2^-9 * 2^-127 rounds to a multiple of 2^-133
         assert torch.equal(got.isnan(), rounded.isnan())
-        assert torch.equal(got.nan_to_num(0.0, 1e39, -1e39), rounded.nan_to_num(0.0, 1e39, -1e39)), byte
+        assert torch.equal(got.nan_to_num(0.0, 1e39, -1e39), rounded.nan_to_num(0.0, 1e39, -1e39))

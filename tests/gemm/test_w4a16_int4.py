@@ -9,6 +9,7 @@ from envoi.ops.gemm.hopper_w4a16 import int4
 from envoi.quant.int4 import LARGEST_ZERO, to_codes
 from tests.gemm import test_mx_widening as interpreter
 from tests.gemm.test_mx_widening import bf16, packed, run
+from tests.helpers.slow import mostly_slow
 
 
 def float32(bits: torch.Tensor) -> torch.Tensor:
@@ -101,9 +102,10 @@ def random_factors(half: bool) -> torch.Tensor:
     return torch.where(x.isfinite() & (x.float().abs() < 1e30), x, torch.ones_like(x))
 
 
-@pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("per_step", [1, 2])
+@pytest.mark.parametrize(("per_step", "half", "has_zeros"), mostly_slow(
+    itertools.product((1, 2), (False, True), (False, True)),
+    quick=[(1, False, False), (1, True, True), (2, False, True), (2, True, False)],  # each pair of values
+))  # fmt: skip
 def test_every_pair_under_many_factors_is_rounded_once(per_step, half, has_zeros):
     for turn, x in enumerate(random_factors(half)):
         x = x[:2].repeat(2) if per_step == 1 else x  # block, half

@@ -4,6 +4,7 @@ As `python -c CODE`, but forked off a process that waits with torch imported, wh
 """
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -42,6 +43,8 @@ def serve() -> str:
     """Fork a process for each line of the input; in that, return the code that it runs. Ends with the input."""
     import torch  # noqa: F401  # what all of them share
 
+    gc.collect()
+    gc.freeze()  # else each looks at all of torch when it ends, and copies it: half a second
     while line := sys.stdin.readline():
         asked = json.loads(line)
         pid = os.fork()

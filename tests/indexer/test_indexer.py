@@ -336,7 +336,8 @@ def test_the_old_name_of_the_order_warns(ordered, order):
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 6, 511, 512, 513, 514, 516, 4096, 4097])
 def test_launches_of_many_rows(next_n):
     """Check that launches take every row once, in order, and no block of rows belongs to two requests."""
-    for requests, width, heads in product((0, 1, 3, 128), (1, 64, 256, 1024, 16384, 1 << 20), (64, 48, 32, 4)):
+    several = max(5, -(-128 // next_n))  # 128 rows or more
+    for requests, width, heads in product((0, 1, 3, several), (1, 64, 256, 1024, 16384, 1 << 20), (64, 48, 32, 4)):
         rows = requests * next_n
         q, cache = torch.empty(rows, heads, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
         table = torch.empty(requests, width, device="meta")

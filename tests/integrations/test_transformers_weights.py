@@ -15,6 +15,7 @@ from envoi.integrations import packings
 from envoi.integrations import transformers as integration
 from envoi.integrations.packings import Recipe, Weights, packed
 from envoi.integrations.transformers import forward, packed_experts, refresh
+from tests.helpers.slow import mostly_slow
 from tests.helpers.transformers_models import (
     build,
     expert_modules,
@@ -93,7 +94,7 @@ NOTICED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("format", ["bf16", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format", mostly_slow(["bf16", "mxfp4", "nvfp4"], ["bf16", "mxfp4"]))
 @pytest.mark.parametrize("change", NOTICED, ids=lambda change: change.__name__)
 def test_counted_changes_are_noticed(change, format):
     model, ids = loud("mixtral"), tokens()

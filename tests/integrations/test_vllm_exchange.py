@@ -14,7 +14,7 @@ from envoi.integrations.vllm import exchange, experts, loading
 from envoi.integrations.vllm.used import ALL, EXCHANGE
 from tests.integrations.stand_ins import OWN, RECORD, install, modules
 from tests.integrations.test_engines import E, H, tensors
-from tests.integrations.test_vllm import VLLM, called, fail, giving_way, made
+from tests.integrations.test_vllm import NEWEST, VLLM, called, fail, giving_way, made
 
 RANKS = 2
 PARALLEL = {
@@ -45,7 +45,7 @@ class Exchange:
         self.closed = True
 
 
-@pytest.fixture(params=VLLM)
+@pytest.fixture(params=NEWEST)
 def vllm(request, monkeypatch):
     found: dict[str, Any] = modules(RECORD[request.param], (*ALL, *EXCHANGE))
     install(monkeypatch, found, integration, "ENVOI_VLLM", "ENVOI_VLLM_EP")
@@ -90,6 +90,7 @@ class Layer:
         return self.quant_method.moe_kernel
 
 
+@pytest.mark.parametrize("vllm", VLLM, indirect=True)
 def test_a_layer_sends_its_own_tokens(vllm, caplog):
     caplog.set_level(logging.INFO)
     layer = Layer(vllm, tensors("bf16"))
@@ -147,6 +148,7 @@ def test_batch_invariance_is_left_to_vllms_exchange(vllm, monkeypatch, caplog):
     assert "VLLM_BATCH_INVARIANT" in caplog.text
 
 
+@pytest.mark.parametrize("vllm", VLLM, indirect=True)
 @pytest.mark.parametrize("used", [used for used in EXCHANGE if used not in ALL], ids=str)
 def test_a_name_that_moved_is_left_to_vllms_exchange(vllm, used, caplog):
     integration.register()

@@ -15,7 +15,7 @@ from envoi.integrations.vllm.route import SKIP_PADDING
 from envoi.integrations.vllm.used import ALL, EXPERTS, ROUTE, ROUTERS
 from tests.helpers.accuracy import assert_same_bits
 from tests.integrations.stand_ins import RECORD, install, modules
-from tests.integrations.test_vllm import VLLM
+from tests.integrations.test_vllm import NEWEST, VLLM
 
 N, H, K = 16, 64, 4
 RUNNER = f"{EXPERTS.module.rpartition('.')[0]}.runner.moe_runner"
@@ -61,7 +61,7 @@ class Gate(torch.nn.Module):
         return "logits", None
 
 
-@pytest.fixture(params=VLLM)
+@pytest.fixture(params=NEWEST)
 def vllm(request, monkeypatch):
     found: dict[str, Any] = modules(RECORD[request.param], (*ALL, *ROUTE))
     install(monkeypatch, found, integration, "ENVOI_VLLM", "ENVOI_VLLM_ROUTE")
@@ -112,6 +112,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any], envoi.router.Rule]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("vllm", VLLM, indirect=True)
 @pytest.mark.parametrize("model", KNOWN)
 def test_a_known_rule_is_one_call(vllm, model, caplog):
     caplog.set_level(logging.INFO)
@@ -201,6 +202,7 @@ def test_off_unless_it_is_asked_for(vllm, monkeypatch):
     assert not Pluggable.replaced
 
 
+@pytest.mark.parametrize("vllm", VLLM, indirect=True)
 @pytest.mark.parametrize("used", [used for used in ROUTE if used not in ALL], ids=str)
 def test_a_name_that_moved_leaves_routing_to_vllm(vllm, used, caplog):
     delattr(vllm[used.module], used.name)

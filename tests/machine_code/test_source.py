@@ -1,5 +1,6 @@
 """Hash of what a kernel is compiled from: what changes it, and what doesn't."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from envoi.epilogues.lower import FUNCTIONS, Lowered
 from tests.helpers.slow import mostly_slow
 from tools.machine_code import gate, source
 
+# A module's text is parsed once: edits forget what depends on any.
+PARSED = functools.cache(source.Module)
 KERNELS = ("gemm-sm90-narrowed-fp8-row", "gemm-sm90-swiglu-fp8", "router-sm90-decode")
 
 
@@ -30,6 +33,7 @@ def edited(monkeypatch):
         texts[path] = text.replace(old, new, 1)
         forget()
 
+    monkeypatch.setattr(source, "Module", PARSED)
     monkeypatch.setattr(Path, "read_text", lambda path, **options: texts.get(str(path)) or read(path, **options))
     yield edit
     forget()

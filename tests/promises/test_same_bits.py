@@ -33,8 +33,7 @@ SOME = [name for name in MAKERS if "gemm" not in name or name.endswith("store") 
 @pytest.mark.parametrize("check", [name for name in CHECKS if name not in ON_GPU_ONLY])
 @pytest.mark.parametrize("name", SOME)
 def test_references(name, check):
-    result = CHECKS[check](subject(name, CPU), 0, 12, CPU)
-    assert result == Result(12, 0)
+    assert CHECKS[check](subject(name, CPU), 0, 6, CPU) == Result(6, 0)
 
 
 def leaky(rows: torch.Tensor) -> Subject:

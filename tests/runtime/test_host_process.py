@@ -17,6 +17,7 @@ def state():
     hooks = [(name, str(value)) for name, value in sorted(vars(triton.knobs.runtime).items()) if "hook" in name]
     return *parts, *settings, list(warnings.filters), driver._active, hooks
 
+gc.unfreeze()  # what this process was forked with
 before = state()
 import envoi
 from envoi.ops.moe import warm_up

@@ -33,7 +33,7 @@ def test_in_registers_nan_first():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_registers_best_first(kind):
-    rows_of_kind = [row[:n] for row in KINDS[kind] for n in (300, 700, 1031)]
+    rows_of_kind = [row[:n] for row in KINDS[kind] for n in (300, 1031)]
     assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=True), way="clusters") == []
 
 
@@ -109,7 +109,8 @@ CANDIDATES = ["equal", "NaN", "inf", "one bucket", "ties at the boundary", "huge
 
 @pytest.mark.parametrize("kind", CANDIDATES)
 def test_candidates_best_first(kind):
-    assert wrong_rows(KINDS[kind], 512, Order(slots=True, by_score=True), way="candidates") == []
+    rows_of_kind = [row[:4200] for row in KINDS[kind]]  # more than are ranked without being narrowed down
+    assert wrong_rows(rows_of_kind, 512, Order(slots=True, by_score=True), way="candidates") == []
 
 
 @pytest.mark.parametrize("as_torch", [True, False])

@@ -55,6 +55,12 @@ def flags(domain: Domain) -> torch.Tensor:
     return domain.memory[: 4 * size].view(torch.int32).view(2, -1)
 
 
+def error_codes(domain: Domain) -> torch.Tensor:
+    """Return a view of the bytes of the rank's error codes, one of each peer."""
+    regions = domain.layout.regions
+    return domain.memory[regions.error_codes : regions.sizes]
+
+
 def moe(
     domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None,
     num_slots: int = 10,

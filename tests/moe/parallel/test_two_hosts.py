@@ -1,8 +1,6 @@
 """ExpertParallel over gloo between two hosts: the bits of one rank, and a link that is lost and comes back."""
 
-import os
-import subprocess
-import sys
+import json
 import threading
 import time
 from pathlib import Path
@@ -12,8 +10,9 @@ import torch
 
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel import PeerTimeout, counted
+from tests.helpers import fresh
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.hosts import Hosts, address, two_hosts
+from tests.helpers.hosts import PORT, Hosts, address, two_hosts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
@@ -115,23 +114,28 @@ def test_a_short_outage(hosts, tmp_path, outage_s):
         assert right_again
 
 
-def test_torchrun_starts_ranks_on_both(hosts):
+# `torchrun` on each host, as forks of one process that has imported torch; the ranks are processes of their own.
+AGENTS = """
+import json, os, sys
+from torch.distributed import run
+from tests.helpers.hosts import Hosts
+names, links, arguments = json.loads(sys.argv[1])
+agents = []
+for host in range(2):
+    if (pid := os.fork()) == 0:
+        Hosts(names, links, 1)(host)
+        run.main(["--node-rank", str(host), *arguments])
+        sys.exit()
+    agents.append(pid)
+sys.exit(any([os.waitpid(pid, 0)[1] for pid in agents]))
+"""
+
+
+def test_torchrun_starts_ranks_on_both(hosts, monkeypatch):
     """Start the example as docs/several_machines.md says."""
-    agents = []
-    for host, (name, link) in enumerate(zip(hosts.names, hosts.links, strict=True)):
-        command = [
-            "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-            "--nproc-per-node", "1", "--node-rank", str(host), "--master-addr", address(0), "--master-port", "29500",
-            "examples/moe_torchrun.py",
-        ]  # fmt: skip
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
-        agents.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
-        said = [agent.communicate(timeout=1.5 * GUARD_S)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.terminate()  # and it ends its ranks
-            agent.wait(GUARD_S)
-    assert [agent.returncode for agent in agents] == [0, 0]
-    for host, text in enumerate(said):
-        assert f"rank {host}: ({16 * (host + 1)}, 256) over gloo" in text
+    arguments = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", address(0), "--master-port", str(PORT)]
+    monkeypatch.chdir(ROOT)
+    done = fresh.run(AGENTS, json.dumps([hosts.names, hosts.links, [*arguments, "examples/moe_torchrun.py"]]))
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(2):
+        assert f"rank {rank}: ({16 * (rank + 1)}, 256) over gloo" in done.stdout

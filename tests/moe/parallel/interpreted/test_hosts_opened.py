@@ -23,7 +23,6 @@ from envoi.ops.moe.parallel.nvlink import MAX_CHUNKS, num_chunks
 from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import mostly_slow
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_hosts import summed_by_host
@@ -83,16 +82,17 @@ def stand_in(rank: int, folder: str) -> None:
     announce, barrier = rail.send_routing, nvlink.combine_barrier
 
     def announce_in_turns(buffers) -> None:
+        errors = domains.error_codes(buffers.domain)
+        meet()
+        found = errors.clone()
         for turn in range(2):
+            errors.copy_(found)  # again, since they are cleared where they are read
             meet()
             buffers.domain.report[1].zero_()
             domains.flags(buffers.domain)[0] = num_chunks(buffers.domain.layout) if turn else 100 * MAX_CHUNKS
             announce(buffers)
             meet()
-            if not turn:
-                rail.unpack(buffers)  # error codes were cleared where they were read
-        regions = buffers.domain.layout.regions
-        buffers.domain.memory[regions.error_codes : regions.sizes].zero_()
+        errors.zero_()
 
     def meet_first(domain) -> None:
         meet()
@@ -118,11 +118,10 @@ def stand_in(rank: int, folder: str) -> None:
     dispatch_kernels.RANKED = tl.constexpr(nvlink.RANKED)
 
 
-def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], presum: bool, folder: str) -> list:
-    stand_in(rank, folder)
+def right_calls(rank: int, tried: list[Case], names: list[str], presum: bool) -> list[torch.Tensor]:
     outs = []
     for case in tried:
-        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(len(names))
         options = SIZES | {"hosts": names, "exchange": "hosts+sums" if presum else "hosts", "timeout_s": 60.0}
         parallel = cases.open_parallel(layer, case.format, rank, expert_ends, **options)
         assert (parallel.exchange, parallel.transport, parallel.presum) == ("hosts", "nccl", presum)
@@ -137,24 +136,8 @@ def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], p
     return outs
 
 
-@pytest.mark.parametrize(
-    ("names", "presum"),
-    mostly_slow([("aabb", False), ("abba", False), ("aabb", True)], quick=[("abba", False), ("aabb", True)]),
-)
-def test_bits(names, presum, tmp_path):
-    tried = [Case("bf16", SMALL), Case("fp8_row", SMALL, [0, 9, 9, 12])][: 1 if presum else 2]
-    outcomes = run_ranks(4, run_opened, tried, list(names), presum, str(tmp_path))
-    assert [outcome.text for outcome in outcomes] == [""] * 4
-    for number, case in enumerate(tried):
-        want = on_one_rank(case)
-        if presum:
-            want = summed_by_host(case.build(), case.format, case.cuts(4)[1], list(names))
-        assert_same_bits(torch.cat([outcome.value[number] for outcome in outcomes]), want)
-
-
-def mistakes(rank: int, num_ranks: int, folder: str) -> list[str]:
+def mistakes(rank: int) -> list[str]:
     """Let rank 3 pass wrong tokens, then a wrong id; each time a right call follows."""
-    stand_in(rank, folder)
     layer = Case("bf16", SMALL).build()
     ends = [3, 6, 9, 12]
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **SIZES, hosts=list("aabb"), timeout_s=60.0)
@@ -175,19 +158,8 @@ def mistakes(rank: int, num_ranks: int, folder: str) -> list[str]:
     return found
 
 
-def test_one_ranks_mistake_is_an_error_on_all_that_names_it(tmp_path):
-    ids = "routing.topk_ids: expected ids from 0 to 7, or -1 for a masked slot"
-    for rank, outcome in enumerate(run_ranks(4, mistakes, str(tmp_path))):
-        assert outcome.text == ""
-        dtype, wrong_id = outcome.value
-        told = "" if rank == 3 else "rank 3 of the group refused its arguments in an earlier call: "
-        assert dtype.startswith(f"{told}tokens: expected bfloat16")
-        assert wrong_id == f"rank 3 of the group refused its arguments in an earlier call: {ids}"
-
-
-def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
+def unshared(rank: int) -> tuple[str, str, bool]:
     """Open where rank 2 can't map its peers' memory: return how tokens are exchanged instead."""
-    stand_in(rank, folder)
 
     def fail(domain, name, store):
         if rank == 2:
@@ -201,6 +173,45 @@ def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
     return parallel.exchange, parallel.why, parallel._calls is None
 
 
-def test_ranks_that_share_no_memory_are_not_grouped(tmp_path):
-    for outcome in run_ranks(4, unshared, str(tmp_path)):
-        assert outcome.value == ("counted", "rank 2: no way there", True), outcome.text
+TRIED = {
+    ("abba", False): [Case("bf16", SMALL), Case("fp8_row", SMALL, [0, 9, 9, 12])],
+    ("aabb", True): [Case("bf16", SMALL)],
+}
+
+
+def run_all(rank: int, num_ranks: int, folder: str) -> tuple:
+    """Run all in one process, which reads each kernel's source once."""
+    stand_in(rank, folder)
+    right = [right_calls(rank, tried, list(names), presum) for (names, presum), tried in TRIED.items()]
+    return right, mistakes(rank), unshared(rank)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[tuple]:
+    """Return what each of four ranks has found: its outputs, the errors of mistakes, how tokens are exchanged."""
+    outcomes = run_ranks(4, run_all, str(tmp_path_factory.mktemp("memory")))
+    assert [outcome.text for outcome in outcomes] == [""] * 4
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("number", range(len(TRIED)))
+def test_bits(number, found):
+    (names, presum), tried = list(TRIED.items())[number]
+    for case, *outs in zip(tried, *(right[number] for right, *_ in found), strict=True):
+        want = on_one_rank(case)
+        if presum:
+            want = summed_by_host(case.build(), case.format, case.cuts(4)[1], list(names))
+        assert_same_bits(torch.cat(outs), want)
+
+
+def test_one_ranks_mistake_is_an_error_on_all_that_names_it(found):
+    ids = "routing.topk_ids: expected ids from 0 to 7, or -1 for a masked slot"
+    for rank, (_, (dtype, wrong_id), _) in enumerate(found):
+        told = "" if rank == 3 else "rank 3 of the group refused its arguments in an earlier call: "
+        assert dtype.startswith(f"{told}tokens: expected bfloat16")
+        assert wrong_id == f"rank 3 of the group refused its arguments in an earlier call: {ids}"
+
+
+def test_ranks_that_share_no_memory_are_not_grouped(found):
+    for *_, how in found:
+        assert how == ("counted", "rank 2: no way there", True)

@@ -28,7 +28,7 @@ def run(layer, format, ends, hidden, results=SCHEME):
     packed = [layer.pack(format, first, last) for first, last in pairwise([0, *ends])]
     layout = SharedLayout(num_ranks, ends[-1], count, layer.routing.topk_ids.shape[1], hidden, format, False, results)
     opened = domains.open_all(layout, [0, *ends])
-    for _ in range(2):  # the second call uses the memory as the first one wrote it
+    for _ in range(min(2, num_ranks)):  # the second call uses the memory as the first one wrote it
         got = torch.cat(domains.moe(opened, parts, packed))
     return got, opened, packed
 
