@@ -151,6 +151,8 @@ def main(rank: int, port: int) -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]))
+    if unknown := [name for name in sys.argv[1:] if name not in CASES]:
+        sys.exit(f"CASE: expected one of {', '.join(map(repr, CASES))}, got {', '.join(map(repr, unknown))}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
