@@ -178,6 +178,35 @@ def test_sets_of_10000_long_rows(seed):
                 assert not bool(wrong.any()), f"{int(wrong.sum())} rows of up to {most}, k {k}, {heads} heads"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_best_first_of_10000_rows(seed):
+    """Check 1296 rows a seed, of one program or a cluster, against a sort of the kernels' own scores."""
+    source = torch.Generator("cuda").manual_seed(seed)
+    for most in (2500, 8192, 40000):
+        for heads in (16, 64):
+            for k in (200, 512, 2048):
+                for next_n, requests in ((1, 60), (2, 6)):
+                    tensors = random_tensors(requests, most, heads, next_n, source)
+                    given = {"mode": "fast", "next_n": next_n, "output": "positions", "order": "score"}
+                    wrong = (indexer_topk(*tensors, k=k, **given) != sorted_own(tensors, k, next_n)).any(1)
+                    assert not bool(wrong.any()), f"{int(wrong.sum())} rows of up to {most}, k {k}, {heads} heads"
+
+
+def sorted_own(tensors, k, next_n):
+    """Return positions of the k best of the kernels' own scores, equal ones ascending, then -1."""
+    p = fast.Problem(*tensors, k, next_n)
+    space = fast.workspace(p, "clusters")
+    tokens, found = torch.arange(p.max_length, device="cuda"), []
+    for first, num_rows in fast.launches(p, len(space.logits)):
+        fast.score(p, space, first, num_rows)
+        rows = torch.arange(first, first + num_rows, device="cuda")
+        seen = p.seq_lens[rows // next_n, None] - next_n + 1 + rows[:, None] % next_n
+        own = space.logits[:num_rows].masked_fill(tokens >= seen, -torch.inf)
+        best = own.sort(dim=1, descending=True, stable=True).indices.int().masked_fill(tokens >= seen, -1)
+        found.append(torch.nn.functional.pad(best, (0, max(0, k - p.max_length)), value=-1)[:, :k])
+    return torch.cat(found)
+
+
 @pytest.mark.parametrize(
     "lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000), (1_000_000,)], ids=["long", "40", "302", "million"]
 )
