@@ -41,7 +41,7 @@ def supports(
         found, block = format_named(format), expect_block(weight_block_size)
         if block is None:
             check_sizes(hidden, intermediate, found)
-        given = as_stored(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
+        given = _as_stored(found, expect_activation(activation), hidden, intermediate, num_experts, bias, block)
         pack(
             **given, format=format, activation=activation, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha,
             weight_block_size=block,
@@ -51,7 +51,7 @@ def supports(
     return None
 
 
-def as_stored(
+def _as_stored(
     format: Format, activation: str, hidden: int, intermediate: int, num_experts: int, bias: bool,
     block: tuple[int, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip

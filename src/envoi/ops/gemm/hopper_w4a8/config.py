@@ -32,7 +32,7 @@ TILES = {
 }  # fmt: skip
 MOST_OF_THREE = 256  # experts, beyond which three CTAs have too few registers
 # Registers of a thread of the producer: up to so many experts, and for more. With a few more for it, and fewer for the
-# consumer, ptxas puts the consumer's products in line.
+# consumer, ptxas waits after each of the consumer's products.
 PRODUCER_REGISTERS, FEWER_EXPERTS, PRODUCER_REGISTERS_OF_MORE = 24, 256, 32
 # Numbers of rows of experts that have as many in the mean, in deviations: eighths of a normal distribution.
 DRAWS = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)

@@ -316,7 +316,7 @@ def finish(accs, tile, buffers, epilogue):
             firsts = firsts + (first,)
             seconds = seconds + (second,)
         finish(firsts, tile, buffers, epilogue)
-        # Of few tokens the second half is never left out: with one more branch ptxas would put all products in line.
+        # Of few tokens the second half is never left out: with one more branch ptxas would wait after each product.
         if T <= EPILOGUE_TOKENS or tile.y + T // 2 < tile.row_end:
             finish(seconds, Tile(tile.x, tile.y + T // 2, tile.row_end, tile.expert), buffers, epilogue)
     else:
