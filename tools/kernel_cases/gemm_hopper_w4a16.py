@@ -96,7 +96,8 @@ INT4_CASES = (
     ("l2", 32, LARGE_SIZES), ("many-l1", 256, (HIDDEN, INTERMEDIATE)), ("many-l1", 512, (HIDDEN, INTERMEDIATE)),
     ("many-l1", 4096, (HIDDEN, INTERMEDIATE)), ("many-l2", 4096, (HIDDEN, INTERMEDIATE)),
 )  # fmt: skip
-CASES = (
+# MXFP4 weights, tokens in bf16.
+OF_BF16 = (
     Case("permute", "permute", 16),
     Case("permute-2048", "permute", 64, sizes=SMALL_SIZES),
     Case("few-l1-ids", "l1", 1),
@@ -118,6 +119,14 @@ CASES = (
     Case("many-sent", "many-sent", 4096),
     Case("many-l1-256-experts", "many-l1", 16384, sizes=SMALL_SIZES, num_experts=256),
     Case("many-l1-512-experts", "many-l1", 32768, sizes=SMALL_SIZES, num_experts=512),
+)
+# Those of them that are counted with MXFP8's numbers as tokens too.
+IN_MXFP8 = (
+    "permute", "permute-2048", "few-l1-ids", "few-l1", "few-l2", "few-l1-wide",
+    "few-l2-wide", "few-l1-wide-4096", "few-l1-7168", "many-l1-64", "many-l1-128", "many-l1",
+)  # fmt: skip
+CASES = (
+    *OF_BF16,
     Case("nvfp4-l1-16", "many-l1", 16, True),
     Case("nvfp4-l1-64", "many-l1", 256, True),
     Case("nvfp4-l1-128", "many-l1", 512, True),
@@ -133,20 +142,9 @@ CASES = (
     Case("few-l1-16-7168", "l1", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l2-16-2048", "l2", 48, sizes=LARGE_SIZES, fp8=True),
     Case("few-l1-tables", "l1", 16, fp8=True, looks_up=True),
-    Case("mxfp8-permute", "permute", 16, mxfp8=True),
-    Case("mxfp8-permute-2048", "permute", 64, sizes=SMALL_SIZES, mxfp8=True),
-    Case("mxfp8-few-l1-ids", "l1", 1, mxfp8=True),
-    Case("mxfp8-few-l1", "l1", 16, mxfp8=True),
-    Case("mxfp8-few-l2", "l2", 16, mxfp8=True),
-    Case("mxfp8-few-l1-wide", "l1", 64, mxfp8=True),
-    Case("mxfp8-few-l2-wide", "l2", 64, mxfp8=True),
-    Case("mxfp8-few-l1-wide-4096", "l1", 64, sizes=OTHER_SIZES, mxfp8=True),
-    Case("mxfp8-few-l1-7168", "l1", 16, sizes=LARGE_SIZES, mxfp8=True),
+    *(replace(case, name=f"mxfp8-{case.name}", mxfp8=True) for case in OF_BF16 if case.name in IN_MXFP8),
     Case("mxfp8-gather", "gather", 512, mxfp8=True),
     Case("mxfp8-widen", "widen", 512, mxfp8=True),
-    Case("mxfp8-many-l1-64", "many-l1", 256, mxfp8=True),
-    Case("mxfp8-many-l1-128", "many-l1", 512, mxfp8=True),
-    Case("mxfp8-many-l1", "many-l1", 4096, mxfp8=True),
     Case("int4-awq-permute", "permute", 16, int4=INT4_FORMS["-awq"]),
     *(
         Case(f"int4{name}-{kind}-{num_tokens}", kind, num_tokens, sizes=sizes, int4=form)

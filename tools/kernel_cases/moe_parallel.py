@@ -5,7 +5,7 @@ from dataclasses import replace
 from tools.kernel_cases import EVERY_ARCH, HOPPER
 from tools.kernel_cases.planning import Layer, LayerOfRanks, case_of
 
-M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
+M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE, NUM_RANKS = 2048, 6, 256, 4096, 2048, 4
 NUM_HOSTS = 2
 NUM_ROUTED = 232  # experts of a routing, with a placement
 
@@ -64,17 +64,13 @@ RESULTS = tuple(
         ("send-rows", "rows of other experts, quantised", "bf16", "send_rows_kernel"),
     )
 )
-SENT = LayerOfRanks(Layer("fp8_block128", M, HIDDEN, 2048, 128, NUM_TOPK, layout="interleaved"), num_ranks=2)
-ONE_LAUNCH = (
-    case_of(
-        "experts-both-gemms-sent",
-        "L1 and L2 in one launch, whose rows are sent to their ranks",
-        HOPPER,
-        SENT,
-        "fused_kernel",
-    ),
-    case_of(
-        "experts-both-gemms-sent-fp8", "the same, in FP8", HOPPER, replace(SENT, results="fp8_1x128"), "fused_kernel"
-    ),
+# One launch of a rank with 128 experts, whose rows are sent.
+SENT = LayerOfRanks(Layer("fp8_block128", M, HIDDEN, INTERMEDIATE, 128, NUM_TOPK, layout="interleaved"), num_ranks=2)
+ONE_LAUNCH = tuple(
+    case_of(f"experts-both-gemms-sent{name}", f"L1 and L2 in one launch, {about}", HOPPER, layer, "fused_kernel")
+    for name, about, layer in (
+        ("", "whose rows are sent to their ranks", SENT),
+        ("-fp8", "whose rows are sent in FP8", replace(SENT, results="fp8_1x128")),
+    )
 )
 KERNELS = NVLINK + HOSTS + PLACEMENT + RESULTS + ONE_LAUNCH

@@ -5,7 +5,7 @@ Counts are static: an instruction in a loop counts once.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -98,14 +98,13 @@ def count(opcodes: Iterable[str]) -> Families:
     return {family: dict(counter.most_common()) for family, counter in counters.items() if counter}
 
 
-def serialized(opcodes: Iterable[str], ptx: str) -> str:
+def serialized(opcodes: Sequence[str], ptx: str) -> str:
     """Return "" unless ptxas waits for Hopper's asynchronous products more than twice as often as the PTX, a product.
 
     It does where registers are too few, or where it can't tell what reads the sums; the only word of it is a warning
     that Triton doesn't show (C7510 to C7514).
     """
-    names = Counter("product" if "GMMA" in name else name.startswith(WAIT) and "wait" for name in opcodes)
-    products, waits = names["product"], names["wait"]
+    products, waits = sum("GMMA" in name for name in opcodes), sum(name.startswith(WAIT) for name in opcodes)
     asked, written = ptx.count("wgmma.mma_async"), ptx.count("wgmma.wait_group")
     if waits * asked <= 2 * written * products:
         return ""
