@@ -9,7 +9,7 @@ import torch.distributed as dist
 from envoi.ops.moe import moe
 from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.trace import COLUMNS, ROLES, Timeline
-from envoi.runtime import timeline
+from envoi.runtime import planned_kernels, timeline
 from envoi.runtime.timeline import Recorder, Slice
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.choices import use
@@ -65,13 +65,20 @@ def tiles_of(consumers: list[list[int]]) -> list[int]:
     return tiles
 
 
+def no_workers(*_: object) -> None:
+    """Refuse to start processes that compile: they'd choose kernels as always, not as forced in this one."""
+    raise OSError
+
+
 def traced(rank: int, num_ranks: int, one_launch: bool) -> tuple[Timeline, bool, str]:
     """Trace a call between two calls; return the timeline, whether these have equal bits, and an error's text."""
     use(one_launch=one_launch)
     layer, ends = make(**SIZES), shares(num_ranks, 8)
     parallel = open_here(layer, "fp8_block128", rank, ends)
     inputs = inputs_of(layer, rank, shares(num_ranks, 900))
-    timeline = parallel.trace(*inputs)  # before any other call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_kernels, "Workers", no_workers)
+        timeline = parallel.trace(*inputs)  # before any other call
     outs = [parallel.moe(*inputs) for _ in range(3)]
     again = parallel.trace(*inputs)
     outs.append(parallel.moe(*inputs))
