@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import served
+from bench import pairs, served
 from bench.evidence import BASELINES, SUITES, Measurement, load, slug
 from bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
 from bench.predicted import PREDICTED
@@ -50,7 +50,11 @@ def pages(folder: Path) -> dict[str, str]:
     results = load(folder)
     if not results:
         raise ValueError(f"--out: expected a folder with results, got none in {folder}")
-    return {INDEX: index(results), **{f"{suite}.md": page(suite, results) for suite in SUITES}}
+    texts = {INDEX: index(results), **{f"{suite}.md": page(suite, results) for suite in SUITES}}
+    if of_pairs := pairs.page(folder):
+        texts[INDEX] += f"- [{pairs.PAGE.removesuffix('.md')}]({pairs.PAGE}): some of these suites under two torches\n"
+        texts[pairs.PAGE] = of_pairs
+    return texts
 
 
 def of_suite(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import evidence
+from bench import evidence, pairs
 from bench.command import guides
 from bench.evidence import Measurement
 from bench.pages import pages, render
@@ -53,6 +53,25 @@ def test_predictions_stand_beside_the_times(tmp_path):
     ]  # fmt: skip
     evidence.append(tmp_path / "none", [rows[2]])
     assert "### Predicted" not in pages(tmp_path / "none")["moe.md"]
+
+
+def test_pairs_are_compared_case_by_case(tmp_path):
+    def row(case: str, us: float, torch: str, cublas: float) -> Measurement:
+        found = case, us, {"cublas": cublas, "plain": 1.0}, None, None, None, {"ours": 0.1, "torch": 0.1}
+        return Measurement("gemm", *found, "NVIDIA H200", 1, torch, "3", "c", "2026-01-02", 4)
+
+    rows = [
+        row("a", 50.0, "2.14.1+cu130", 10.0), row("b", 100.0, "2.14.1+cu130", 10.0), row("a", 40.0, "2.9.0", 5.0),
+        row("b", 225.0, "2.9.0", 20.0), row("only here", 1.0, "2.9.0", 1.0),
+    ]  # fmt: skip
+    evidence.append(tmp_path / pairs.FOLDER, rows)
+    lines = pairs.page(tmp_path).splitlines()
+    assert "| gemm | 2 | 1.34x [0.80x] | 1.00x [0.50x] |" in lines
+    assert [line for line in lines if line.startswith("| gemm ")][1:] == ["| gemm a | 40.0 | 50.0 | 0.80x |"]
+    evidence.append(tmp_path / pairs.FOLDER, [row("a", 1.0, "2.15.0", 1.0)])
+    with pytest.raises(ValueError, match=r"two torches.* got 2\.14\.1\+cu130, 2\.15\.0, 2\.9\.0"):
+        pairs.page(tmp_path)
+    assert pairs.page(tmp_path / "none") == ""
 
 
 def served(
