@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.engines import sglang_tokens, tokens
+from tools.engines.checks import run_ranks
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tiny_moe/model"
 NEW = 4
@@ -77,3 +79,15 @@ def test_what_was_said_in_a_log():
         "Envoi runs the MoE layers in bf16, 16 experts of 256 x 128, top 4, swiglu",
         "SGLang's kernels run the MoE layers: LoRA is on, which Envoi's kernels don't apply",
     ]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path, monkeypatch):
+    text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(float(sys.argv[1]))"
+    (tmp_path / "of_rank.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["program", "50"])
+    begun = time.monotonic()
+    assert run_ranks("of_rank", 2, "RANK", "PORT") == 1
+    assert time.monotonic() - begun < 40
+    monkeypatch.setattr("sys.argv", ["program", "0"])
+    assert run_ranks("of_rank", 1, "RANK", "PORT") == 0

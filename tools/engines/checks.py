@@ -1,7 +1,10 @@
 """Lines and exit status of programs that check Envoi in an engine's own classes."""
 
 import os
+import socket
+import subprocess
 import sys
+import time
 
 
 class Checks:
@@ -39,3 +42,22 @@ class Checks:
 def said(errors: dict[int, float]) -> str:
     """Return errors by numbers of tokens as text."""
     return ", ".join(f"{count} tokens {error:.1e}" for count, error in errors.items())
+
+
+def run_ranks(module: str, num_ranks: int, rank: str, port: str, **more: str) -> int:
+    """Run a module with this program's arguments, once for each rank; return 1 if one has failed, and end the others.
+
+    rank, port, more: names of environment variables of the rank and a free port, and other variables.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = os.environ | more | {port: str(free.getsockname()[1])}
+    command = [sys.executable, "-m", module, *sys.argv[1:]]
+    ranks = [subprocess.Popen(command, env=shared | {rank: str(number)}) for number in range(num_ranks)]
+    try:
+        while None in (codes := [process.poll() for process in ranks]) and not any(codes):
+            time.sleep(0.1)
+        return int(any(codes))
+    finally:
+        for process in ranks:  # which may wait for one that has failed
+            process.kill()

@@ -11,8 +11,6 @@ between the ranks. Then one rank can't pack a layer, and no rank may wait for it
 import contextlib
 import itertools
 import os
-import socket
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 
 from tools.engines import vllm_layers as layers
-from tools.engines.checks import Checks
+from tools.engines.checks import Checks, run_ranks
 from tools.engines.vllm_layers import CASES, DEVICE, FORM, GPU, E, H, K
 from tools.engines.vllm_memory import move
 
@@ -153,10 +151,5 @@ if __name__ == "__main__":
         main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]))
     if unknown := [name for name in sys.argv[1:] if name not in CASES]:
         sys.exit(f"CASE: expected one of {', '.join(map(repr, CASES))}, got {', '.join(map(repr, unknown))}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(TOKENS))}
-    command = [sys.executable, "-m", "tools.engines.vllm_ranks", *sys.argv[1:]]
-    ranks = [subprocess.Popen(command, env=os.environ | here | {"RANK": str(rank)}) for rank in range(len(TOKENS))]
-    sys.exit(max(rank.wait() for rank in ranks))
+    here = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(TOKENS))}
+    sys.exit(run_ranks("tools.engines.vllm_ranks", len(TOKENS), "RANK", "MASTER_PORT", **here))

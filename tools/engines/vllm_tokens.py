@@ -2,6 +2,7 @@
 
     python -m tools.engines.vllm_tokens --model examples/tiny_moe/model --backend envoi
     python -m tools.engines.vllm_tokens --model examples/tiny_moe/model --backend vllm
+    ENVOI_VLLM_EP=1 python -m tools.engines.vllm_tokens --ranks 2    # data-parallel ranks, experts spread over them
 
 Exits with 1 if a token is worse than rounding explains: see `tools.engines.tokens`.
 """
@@ -12,12 +13,19 @@ import os
 import sys
 import time
 
-from tools.engines import tokens
+from tools.engines import checks, tokens
+
+RANK, EXCHANGE = "VLLM_DP_RANK", "ENVOI_VLLM_EP"
 
 
 def main() -> int:
     """Serve, compare, print a line; return 1 if a token is worse than rounding explains."""
-    args = tokens.parser(__doc__, "vllm").parse_args()
+    parser = tokens.parser(__doc__, "vllm")
+    parser.add_argument("--ranks", type=int, default=1)
+    args = parser.parse_args()
+    if args.ranks > 1 and RANK not in os.environ:
+        group = {"VLLM_DP_SIZE": str(args.ranks)}
+        return checks.run_ranks("tools.engines.vllm_tokens", args.ranks, RANK, "VLLM_DP_MASTER_PORT", **group)
     os.environ |= {
         "ENVOI_VLLM": str(int(args.backend == "envoi")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
@@ -25,11 +33,14 @@ def main() -> int:
     }  # fmt: skip
     from envoi.integrations import lines
 
-    prompts = tokens.prompts_of(args)
+    prompts = tokens.prompts_of(args)[int(os.environ.get(RANK, "0")) :: args.ranks]
     begun = time.time()
     served, again = _serve(args, prompts)
     # Not by a handler of the log: vLLM 0.33 takes foreign ones away when it starts.
     if not tokens.runs_as_asked(sorted(lines._said), args.backend, time.time() - begun):
+        return 1
+    if os.environ.get(EXCHANGE) == "1" and not any("Envoi exchanges tokens" in text for text in lines._said):
+        print(f"FAILED: {EXCHANGE}=1, and vLLM exchanged the tokens")
         return 1
     return tokens.compare(args, prompts, served, again)
 
@@ -42,7 +53,8 @@ def _serve(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[lis
         model=args.model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, seed=0,
         gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30,  # whatever else is on the GPU
         max_num_batched_tokens=2048, max_num_seqs=16, enable_prefix_caching=False,
-        enforce_eager=args.eager, disable_log_stats=True, quantization=args.quantization,
+        enable_expert_parallel=args.ranks > 1, enforce_eager=args.eager, disable_log_stats=True,
+        quantization=args.quantization,
         compilation_config=None if args.eager else {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=args.new, ignore_eos=True, detokenize=False)
