@@ -1,13 +1,16 @@
-"""Sums of two products: which one is fused doesn't depend on the tiles, since bits would."""
+"""Sums of products: their order, and which are fused, don't depend on the tiles or the kernel, since bits would."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
 import envoi
 from envoi.epilogues import Col, Epilogue, Row, Scalar, epilogue
+from envoi.runtime import triton_compat
 from envoi.runtime.program import without_memory
+from tools.kernel_cases.indexer import SET
 from tools.kernel_cases.planning import launch_of_call, matrix
 from tools.machine_code.compile import compile_launch
 
@@ -59,3 +62,31 @@ def test_the_product_with_the_accumulator_is_fused(ep: Epilogue):
 
         ways[M] = fused(compile_launch(launch_of_call(call, "gemm_kernel"), "sm_90").ptx)
     assert set(map(tuple, ways.values())) == {("2 + 1",)}, ways  # (acc * row factor * column factor) * alpha + product
+
+
+def chains(ptx: str) -> set[int]:
+    """Return how many products the chains have that end in an fma: the addend of each fma is the one before."""
+    length: dict[str, int] = {}
+    ends = set()
+    for op, to, args, *_ in LINE.findall(ptx):
+        if op == "fma":
+            addend = args.split(", ")[2]
+            length[to] = 1 + length.get(addend, 0)
+            ends = ends - {addend} | {to}
+        elif op == "mul":
+            length[to] = 1
+    return {length[end] for end in ends}
+
+
+@pytest.mark.parametrize(("heads", "key", "of_lane", "in_blocks"), [(4, 132, 2, 4), (32, 68, 8, 8)], ids=["fp8", "fp4"])
+def test_heads_are_added_alike_in_rows_alone_and_in_blocks(heads, key, of_lane, in_blocks):
+    """Check that a lane's products are one chain, and that the compiler has fused none by itself."""
+    for kernel, given, width in (
+        ("scores_kernel", {}, of_lane),
+        ("prefill_scores_kernel", {"next_n": 2, "requests": 300}, in_blocks),
+    ):
+        launch = launch_of_call(partial(SET, heads=heads, key=key, **given), kernel)
+        made = triton_compat.compile_without_driver(launch.kernel, launch.arguments, "sm_90", launch.options)
+        assert chains(made.asm["ptx"]) == {width}, kernel
+        written = len(re.findall(r"call .*@llvm\.fma\.f32\(", made.asm["llir"]))
+        assert made.asm["ptx"].count("fma.rn.f32") == written, kernel

@@ -33,6 +33,7 @@ from envoi.ops.indexer.kernel_hopper import (
     make_stages,
     next_tile,
     producer,
+    sums_of_heads,
 )
 from envoi.ops.indexer.kernel_scores import HEAD_DIM, INTEGERS, PAGE
 from envoi.runtime.sync import let_next_start, wait_for_grid
@@ -138,12 +139,6 @@ def load_set(args, queries, lengths, row, layout: gl.constexpr, HEADS: gl.conste
 
 
 @gluon.jit
-def sums_of_heads(positive, weight, rows: gl.constexpr):
-    """Reduce products [PAGE, columns] without negative numbers to [PAGE, rows]."""
-    return gl.sum((positive * weight[None, :]).reshape([PAGE, rows, positive.shape[1] // rows]), 2)
-
-
-@gluon.jit
 def score(products, scales, weight, any_negative, rows: gl.constexpr):
     """Reduce products [PAGE, columns] of a page to scores [rows, PAGE]. scales: in shared memory, [PAGE]."""
     if any_negative:
@@ -151,7 +146,7 @@ def score(products, scales, weight, any_negative, rows: gl.constexpr):
         s = sums_of_heads(maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0), weight, rows)
     else:
         s = sums_of_heads(maximum(products, 0.0), weight, rows)
-    s = one_each(s)
+    s = one_each(s.reshape([PAGE, rows]))
     return s * gl.abs(scales.load(gl.SliceLayout(0, s.type.layout)))[None, :]
 
 
@@ -231,7 +226,7 @@ def score_fp4_tiles(stages, queries, lengths, args, block, zero, STAGES: gl.cons
             if half == 1:
                 mbarrier.arrive(stages.empty.index(stage), count=1)
             products = warpgroup_mma(keys, queries.index(ROLE).permute((1, 0)), zero, use_acc=False)
-            s = sums_of_heads(maximum(products, 0.0), block.weights[0], rows)
+            s = sums_of_heads(maximum(products, 0.0), block.weights[0], rows).reshape([PAGE, rows])
             scale = gl.convert_layout(scale, gl.SliceLayout(1, s.type.layout))
             keep_scores(args, one_each(s * scale[:, None]), block, 0, token + half * PAGE, lengths)
         token += TILE
