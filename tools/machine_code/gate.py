@@ -63,6 +63,12 @@ KNOWN: dict[str, dict[str, Known]] = {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l2-fp8-block128 sm_90": Known(7, 5, ONCE_A_TILE),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
+        "w4a16-few-l2-wide-1536 sm_90": Known(5, 5, ONCE_A_TILE),
+        "w4a16-few-l2-wide-2048 sm_90": Known(2, 2, ONCE_A_TILE),
+        "w4a16-int4-l2-64 sm_90": Known(3, 3, ONCE_A_TILE),
+        "w4a8-few-l1 sm_90": Known(3, 3, ONCE_A_TILE),
+        "w4a8-few-l1-ids sm_90": Known(6, 6, ONCE_A_TILE),
+        "w4a8-few-l2 sm_90": Known(2, 2, ONCE_A_TILE),
     },
     "3.9.0": {
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
