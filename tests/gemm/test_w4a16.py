@@ -15,6 +15,7 @@ from envoi.quant.bits import e2m1_decode
 from envoi.quant.fp8_fragments import to_fp8_fragments
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE
+from envoi.runtime import triton_compat
 from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
 from envoi.runtime.planned_kernels import launches_of
 from envoi.types import ExpertWeights, QuantTensor
@@ -119,9 +120,30 @@ def test_an_sm_is_full_of_warps_however_wide_tokens_are(hidden, intermediate, sl
     for config in configs:
         assert config.warps_per_sm == 16
         # Tokens and their factors, at a multiple of their length, are behind each other.
-        tokens, factors = config.num_slabs * 16, config.num_k_groups // 32
+        tokens, factors = config.token_steps, config.num_k_groups // 32
         assert tokens % max(1, factors) == 0
         assert config.room_steps >= tokens + factors
+
+
+@pytest.mark.parametrize("form", [None, Int4Form(2, False, False), *ZEROS])
+@pytest.mark.parametrize(("hidden", "intermediate"), [*SIZES, (704, 2112), (6144, 2560), (1408, 6144)])
+@pytest.mark.parametrize("slots", [1, 64, 640])
+def test_views_as_large_as_the_buffer_take_the_same_tiles(hidden, intermediate, slots, form, monkeypatch):
+    def configs(whole):
+        monkeypatch.setattr(triton_compat, "WHOLE_VIEWS", whole)
+        return few_configs.__wrapped__(hidden, intermediate, 32, slots, "swiglu", None, True, forms=(form, form))
+
+    def shape(config):
+        return config.tile_tokens, config.num_warps, config.ctas_per_sm
+
+    for part, whole in zip(configs(False), configs(True), strict=True):
+        assert shape(whole) == shape(part)
+        assert whole.room_steps - part.room_steps in range(8)
+        # Views of slabs and of factors fill the buffer, and no warp copies what another does.
+        assert whole.room_steps % whole.slab == 0
+        assert whole.slab % (whole.num_warps // 2) == 0
+        assert whole.num_slabs * whole.slab == whole.token_steps
+        assert whole.room_steps * 32 % max(1, whole.num_k_groups) == 0
 
 
 def test_tiles_of_16_take_as_wide_tokens_as_fit():

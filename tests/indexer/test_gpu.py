@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.ops.indexer import fast, indexer_topk, reference
+from envoi.ops.indexer import certificate, fast, indexer_topk, reference
 from envoi.ops.indexer.layout import pack_cache, pages_of, unpack_pages
 from tests.indexer.many import random_tensors, wrong_rows
 from tests.indexer.test_indexer import definition
@@ -18,6 +18,53 @@ LENGTHS = (1, 2, 3, 17, 31, 32, 33, 64, 128, 129, 132, 160, 176, 177, 180, 256, 
 
 def on_gpu(tensors):
     return tuple(x.cuda() for x in tensors)
+
+
+def by_torch(mode):
+    """Tell whether torch's operators run: this GPU's torch has no certificate."""
+    return mode == "exact" and certificate.orders(torch.device("cuda", torch.cuda.current_device()), 64) is None
+
+
+@pytest.fixture
+def uncertified(monkeypatch):
+    """Take the certificate away that this GPU's torch may have."""
+    monkeypatch.setattr(certificate, "orders", lambda device, num_heads: None)
+
+
+def assert_no_graph(tensors):
+    """Assert that torch's operators refuse to be captured, and do nothing else to the next call."""
+    want = indexer_topk(*tensors, mode="exact")
+    message = "mode='exact': expected no CUDA graph to be captured, since torch's operators run"
+    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        indexer_topk(*tensors, mode="exact")
+    assert torch.equal(indexer_topk(*tensors, mode="exact"), want)
+
+
+def with_bad_rows(tensors):
+    """Return lengths of which row 1's is negative, and a table of which rows 0 and 2 have pages outside the cache."""
+    lengths, table = tensors[3].clone(), tensors[4].clone()
+    lengths[1], table[0, 2], table[2, 10] = -1, 2**31 - 1, -5
+    return lengths, table
+
+
+def assert_outside_is_refused(tensors):
+    """Assert that torch's operators refuse lengths and pages that would read outside, also with `return_errors`."""
+    q, cache, weights, seq_lens, table = tensors
+    lengths, bad = with_bad_rows(tensors)
+    want = indexer_topk(*tensors, mode="exact")
+    most = table.shape[1] * 64
+    for of_lengths, of_table, message in (
+        (lengths, table, rf"seq_lens: expected 0 to {most} \(what block_table holds\), got -1 for request 1"),
+        (seq_lens + most, table, f"seq_lens: expected 0 to {most} .*, got {most + 300} for request 0"),
+        (seq_lens, bad, f"block_table: expected pages from 0 to {len(cache) - 1}, got {2**31 - 1} for request 0"),
+        (seq_lens[1:], bad[1:], f"block_table: expected pages from 0 to {len(cache) - 1}, got -5 for request 1"),
+    ):
+        rows = len(of_lengths)
+        given = q[-rows:], cache, weights[-rows:], of_lengths, of_table
+        for return_errors in (False, True):
+            with pytest.raises(ValueError, match=message):
+                indexer_topk(*given, mode="exact", return_errors=return_errors)
+    assert torch.equal(indexer_topk(*tensors, mode="exact"), want)
 
 
 def assert_as_defined(tensors, k=2048):
@@ -307,7 +354,10 @@ def test_bad_requests_of_many_rows():
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_graph_with_other_lengths(mode):
-    q, cache, weights, seq_lens, table = on_gpu(one((3000, 5000)).tensors())
+    q, cache, weights, seq_lens, table = tensors = on_gpu(one((3000, 5000)).tensors())
+    if by_torch(mode):
+        assert_no_graph(tensors)
+        return
     indexer_topk(q, cache, weights, seq_lens, table, mode=mode)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -319,19 +369,27 @@ def test_graph_with_other_lengths(mode):
         assert not bool(errors.any())
 
 
+def test_no_graph_without_a_certificate(uncertified):
+    assert_no_graph(on_gpu(one((3000, 5000)).tensors()))
+
+
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_what_would_be_read_outside_is_not_read(mode):
-    q, cache, weights, seq_lens, table = on_gpu(one((300, 100, 700, 200)).tensors())
+    q, cache, weights, seq_lens, table = tensors = on_gpu(one((300, 100, 700, 200)).tensors())
+    if by_torch(mode):
+        assert_outside_is_refused(tensors)
+        return
+    lengths, bad = with_bad_rows(tensors)
     want = indexer_topk(q, cache, weights, seq_lens, table, mode=mode)
-    bad = table.clone()
-    bad[0, 2], bad[2, 10] = 2**31 - 1, -5
-    lengths = seq_lens.clone()
-    lengths[1] = -1
     out, errors = indexer_topk(q, cache, weights, lengths, bad, mode=mode, return_errors=True)
     assert errors.tolist() == [2, 1, 2, 0]
     assert bool((out[:3] == -1).all())
     assert torch.equal(out[3], want[3])
     assert torch.equal(indexer_topk(q, cache, weights, seq_lens, table, mode=mode), want)
+
+
+def test_what_would_be_read_outside_is_refused_without_a_certificate(uncertified):
+    assert_outside_is_refused(on_gpu(one((300, 100, 700, 200)).tensors()))
 
 
 def test_memory_is_bounded():

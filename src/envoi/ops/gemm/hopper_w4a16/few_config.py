@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 
 from envoi.constant import Constant
 from envoi.runtime.devices import SHARED_BYTES
@@ -14,6 +15,7 @@ UNROLLED = (5, 4, 6, 3), 5
 UNROLLED_FP8 = (9, 8, 7, 6, 5, 4, 3), 8
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
 MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
+MOST_SLAB = 16  # steps of K that one copy of tokens brings
 SM_WARPS = 16  # that 128 registers a thread leave room for
 # Tokens of a tile and warps of a CTA. The first that fills an SM is taken: tokens' whole K is in shared memory, so that
 # where they are wide fewer CTAs fit, of more warps. Tiles of 16 by 4 warps are slower.
@@ -132,9 +134,19 @@ class FewConfig(Constant):
         return -(-self.num_steps // self.unroll)
 
     @property
+    def token_steps(self) -> int:
+        """Steps of tokens that are copied to shared memory; those after the last of K are 0."""
+        return -(-self.num_steps // MOST_SLAB) * MOST_SLAB
+
+    @property
+    def slab(self) -> int:
+        """Return the steps of K that one copy brings; where views must be whole, they have to divide all the room."""
+        return gcd(self.room_steps, MOST_SLAB) if _whole_views() else MOST_SLAB
+
+    @property
     def num_slabs(self) -> int:
-        """Slabs of K, 16 steps each, in which tokens are copied to shared memory."""
-        return -(-self.num_steps // 16)
+        """Slabs of K in which tokens are copied to shared memory."""
+        return self.token_steps // self.slab
 
     @property
     def groups_per_step(self) -> int:
@@ -149,10 +161,9 @@ class FewConfig(Constant):
     @property
     def own_steps(self) -> int:
         """Steps of tokens that take as much shared memory as this GEMM needs."""
-        from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
-
-        steps = self.num_slabs * 16 + self.num_k_groups // 32
-        return -(-steps // 16) * 16 if WHOLE_VIEWS else steps
+        steps = self.token_steps + self.num_k_groups // 32
+        unit = self.num_warps // 2 if _whole_views() else 1  # what all warps copy at once
+        return -(-steps // unit) * unit
 
     @property
     def shared_bytes(self) -> int:
@@ -168,6 +179,12 @@ class FewConfig(Constant):
     def warps_per_sm(self) -> int:
         """Warps of all CTAs of an SM."""
         return self.ctas_per_sm * self.num_warps
+
+
+def _whole_views() -> bool:
+    from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
+
+    return WHOLE_VIEWS
 
 
 def _room(count: int) -> int:

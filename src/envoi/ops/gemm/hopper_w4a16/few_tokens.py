@@ -12,7 +12,6 @@ from envoi.epilogues.device import divide, group_amax
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
-SLAB = gl.constexpr(16)  # steps of K that one copy brings
 ROWS = gl.constexpr(8)  # of tokens that are quantised together
 HELD = gl.constexpr(64)  # numbers of bf16 that a thread requests at once
 E4M3_MAX = gl.constexpr(448.0)
@@ -22,19 +21,20 @@ E4M3_MAX = gl.constexpr(448.0)
 def copy_slabs(values, slabs, tile, cfg: gl.constexpr, BYTES: gl.constexpr):
     """Start to copy the tokens of a tile to shared memory; a step of K has BYTES of them.
 
-    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [num_slabs, SLAB, tile_tokens, BYTES].
+    values: pointer to bytes [rows, num_steps, BYTES]. slabs: [num_slabs, slab, tile_tokens, BYTES].
     """
     warps: gl.constexpr = gl.num_warps()
     lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [128 // BYTES, 4, BYTES // 16], [warps // 2, 2, 1], [2, 1, 0])
-    k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+    slab: gl.constexpr = cfg.slab
+    k = gl.arange(0, slab, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
     c = gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
     j = gl.arange(0, BYTES, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
     place = (tile.token + c) * (cfg.num_steps * BYTES) + (k * BYTES + j)  # rows are few: no more than 32 bits
     num_slabs: gl.constexpr = cfg.num_slabs
     for i in gl.static_range(num_slabs):
-        step = k + i * SLAB
+        step = k + i * slab
         mask = (tile.token + c < tile.token_end) & (step < cfg.num_steps) & (j >= 0)
-        at = values + (place + i * (SLAB * BYTES))
+        at = values + (place + i * (slab * BYTES))
         async_load(slabs.index(i), at, mask=mask)
     async_copy.commit_group()
 
@@ -76,7 +76,7 @@ class Tokens:
         count: gl.constexpr = cfg.num_k_groups
         matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         views = reinterpret(self.steps, gl.float32, [cfg.room_steps * 32 // count, count, cfg.tile_tokens], matrix)
-        place: gl.constexpr = cfg.num_slabs * SLAB * 32 // count
+        place: gl.constexpr = cfg.token_steps * 32 // count
         return reinterpret(views.index(place), gl.float32, [count, cfg.tile_tokens], layout)
 
     @gluon.jit
@@ -89,9 +89,8 @@ class Tokens:
     def fetch(self, tile):
         """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
-        num_slabs: gl.constexpr = cfg.num_slabs
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-        slabs = reinterpret(self.steps, gl.float8e4nv, [num_slabs, SLAB, cfg.tile_tokens, 128], layout)
+        slabs = reinterpret(self.steps, gl.float8e4nv, [cfg.num_slabs, cfg.slab, cfg.tile_tokens, 128], layout)
         copy_slabs(self.values, slabs, tile, cfg, 128)
         if not cfg.tokens_unscaled:
             self.fetch_factors(tile)
@@ -135,7 +134,7 @@ class Fp8Tokens:
     values: gl.tensor
     largest: gl.tensor
     tables: Scalar
-    slabs: gl.shared_memory_descriptor  # E4M3 [room_steps / SLAB, SLAB, tile_tokens, 64]
+    slabs: gl.shared_memory_descriptor  # E4M3 [room_steps / slab, slab, tile_tokens, 64]
     cfg: gl.constexpr
 
     @staticmethod
@@ -143,7 +142,8 @@ class Fp8Tokens:
     def create(values, largest, tables, cfg: gl.constexpr):
         """Allocate shared memory for a tile's tokens, as much for both GEMMs."""
         layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=3)
-        slabs = gl.allocate_shared_memory(gl.float8e4nv, [cfg.room_steps // SLAB, SLAB, cfg.tile_tokens, 64], layout)
+        shape: gl.constexpr = [cfg.room_steps // cfg.slab, cfg.slab, cfg.tile_tokens, 64]
+        slabs = gl.allocate_shared_memory(gl.float8e4nv, shape, layout)
         return Fp8Tokens(values, largest, tables, slabs, cfg)
 
     @gluon.jit
@@ -171,7 +171,8 @@ class Fp8Tokens:
         """Load COUNT tokens of a tile, quantise them, and store them as ROWS columns from FIRST on, some repeated."""
         cfg: gl.constexpr = self.cfg
         lay: gl.constexpr = quantising_layout(COUNT, gl.num_warps())
-        k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+        slab: gl.constexpr = cfg.slab
+        k = gl.arange(0, slab, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
         row = tile.token + FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
         j = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
         inside = row < tile.token_end
@@ -180,15 +181,15 @@ class Fp8Tokens:
         num_slabs: gl.constexpr = cfg.num_slabs
         amax = group_amax(bits.to(gl.float32, bitcast=True))
         factors = divide(gl.full(amax.shape, E4M3_MAX, gl.float32, amax.type.layout), amax)
-        ahead: gl.constexpr = HELD * 32 * gl.num_warps() // (SLAB * 64 * COUNT)  # slabs
+        ahead: gl.constexpr = HELD * 32 * gl.num_warps() // (slab * 64 * COUNT)  # slabs
         held = ()
         for i in gl.static_range(num_slabs + ahead):
             if i >= ahead:
                 x = (held[i - ahead].to(gl.float32) * factors).to(gl.float8e4nv)  # saturates
                 self.slabs.index(i - ahead).slice(FIRST, ROWS, 1).store(copies(x))
             if i < num_slabs:
-                mask = inside & (k + i * SLAB < cfg.num_steps) & (j >= 0)
-                at = self.values + (place + i * (SLAB * 64))
+                mask = inside & (k + i * slab < cfg.num_steps) & (j >= 0)
+                at = self.values + (place + i * (slab * 64))
                 held += (gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"),)
 
     @gluon.jit
@@ -199,7 +200,7 @@ class Fp8Tokens:
 
 @gluon.constexpr_function
 def quantising_layout(rows, warps):
-    """Return the layout of a slab's part [SLAB, rows, 64] of bf16, rows a power of two: 16 neighbours a thread.
+    """Return the layout of a slab's part [slab, rows, 64] of bf16, rows a power of two: 16 neighbours a thread.
 
     A row's steps are neighbours, so that requests are of 256 bytes or more.
     """
@@ -211,7 +212,7 @@ def quantising_layout(rows, warps):
 
 @gluon.jit
 def copies(x):
-    """Repeat the rows of x [SLAB, rows, 64] until there are ROWS: no number is moved."""
+    """Repeat the rows of x [slab, rows, 64] until there are ROWS: no number is moved."""
     if x.shape[1] < ROWS:
         x = copies(gl.join(x, x).permute([0, 3, 1, 2]).reshape([x.shape[0], 2 * x.shape[1], x.shape[2]]))
     return x
