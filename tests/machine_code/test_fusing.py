@@ -90,3 +90,13 @@ def test_heads_are_added_alike_in_rows_alone_and_in_blocks(heads, key, of_lane, 
         assert chains(made.asm["ptx"]) == {width}, kernel
         written = len(re.findall(r"call .*@llvm\.fma\.f32\(", made.asm["llir"]))
         assert made.asm["ptx"].count("fma.rn.f32") == written, kernel
+
+
+def test_no_head_is_fused_in_portable_scores():
+    """Check that FMAs are as many with 16 heads as with 64: a fused product would come with each head of a lane."""
+    fused = set()
+    for heads in (16, 64):
+        launch = launch_of_call(partial(SET, heads=heads), "scores_kernel", 0, "sm_100")
+        made = triton_compat.compile_without_driver(launch.kernel, launch.arguments, "sm_90", launch.options)
+        fused.add(made.asm["ptx"].count("fma.rn.f32"))
+    assert len(fused) == 1

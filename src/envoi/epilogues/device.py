@@ -29,6 +29,15 @@ def maximum(x, y):
 
 
 @triton.jit
+def rounded_product(x, y):
+    """Return x * y, rounded at every use: the compiler would fuse it into some sums and not into others."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def reciprocal(x):
     """Return 1 / x to one unit in the last place; 0 beyond 2^126."""
     if INTERPRETED:

@@ -224,7 +224,7 @@ def test_a_collective_that_cant_be_started_is_a_timeout_too(monkeypatch):
 
 def test_a_collective_that_failed_by_itself_is_none_that_is_complete():
     """NCCL says that one with an error is complete."""
-    made = Watch(Connection(dist.HashStore()), "broken", [0, 1], 0, 1.0)
+    made = Watch(Connection(dist.HashStore()), "broken", [0, 1], 0, 3.0)
     made.broken = lambda: "NCCL reports REMOTE_ERROR"
     with pytest.raises(PeerTimeout, match="combine: rank 1 is lost") as told:
         made.wait(lambda: Work(lambda: True), "combine")

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogues.codes_triton import from_e2m1, from_e4m3, from_e8m0
-from envoi.epilogues.device import INTERPRETED, in_order, maximum
+from envoi.epilogues.device import INTERPRETED, in_order, maximum, rounded_product
 
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
@@ -139,7 +139,7 @@ def score_tile(inputs, row, page, place, mask, H: tl.constexpr, HEADS: tl.conste
         products = tl.dot(keys.to(tl.float8e4nv, bitcast=True), tl.trans(queries.to(tl.float8e4nv, bitcast=True)))
     sign = tl.where(scale < 0.0, -1.0, 1.0)
     positive = maximum(products * sign[:, None], 0.0)
-    return tl.sum(positive * weight[None, :], 1) * tl.abs(scale)
+    return tl.sum(rounded_product(positive, weight[None, :]), 1) * tl.abs(scale)
 
 
 @triton.jit
@@ -169,7 +169,8 @@ def score_fp4_tile(inputs, row, page, place, mask, H: tl.constexpr, HEADS: tl.co
     products = tl.zeros((place.shape[0], H), tl.float32)
     products = product_of_half(pairs & 0xF, factors, tl.load(queries), products)
     products = product_of_half(pairs >> 4, factors, tl.load(queries + 1), products)
-    return tl.sum(maximum(products, 0.0) * load_weights(inputs.weights, row, h, HEADS)[None, :], 1)
+    weight = load_weights(inputs.weights, row, h, HEADS)
+    return tl.sum(rounded_product(maximum(products, 0.0), weight[None, :]), 1)
 
 
 @triton.jit

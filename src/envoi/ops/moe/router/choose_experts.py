@@ -10,7 +10,7 @@ for each row:
 import triton
 import triton.language as tl
 
-from envoi.epilogues.device import INF, INTERPRETED, bf16, divide, plus
+from envoi.epilogues.device import INF, bf16, divide, plus, rounded_product
 from envoi.ops.moe.router.device_types import Chosen, Softmax
 from envoi.ops.moe.router.selection import (
     as_in,
@@ -83,16 +83,6 @@ def store_dense(dense, weights, chosen, rows, columns, k, spec: tl.constexpr):
     tl.store(dense + at, rounded(all, dense), mask=(rows >= 0)[:, None] & (columns < spec.num_experts))
 
 
-@triton.jit
-def scaled(logits, alpha):
-    """Return alpha * logits, rounded at every use: the compiler would fuse it into some sums and not into others."""
-    if INTERPRETED:
-        return logits * alpha
-    else:
-        asm: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
-        return tl.inline_asm_elementwise(asm, "=f,f,f", [logits, alpha], tl.float32, is_pure=True, pack=1)
-
-
 @triton.constexpr_function
 def halvings(columns):
     """Return how often a power of two can be halved."""
@@ -111,7 +101,7 @@ def sum_of_columns(x):
 @triton.jit
 def router_logits(product, columns, alpha, logit_bias, spec: tl.constexpr):
     """Return logits alpha * product + bias, the mask of finite logits of real experts, each row's Softmax if needed."""
-    logits = scaled(product, alpha)
+    logits = rounded_product(product, alpha)
     if spec.has_logit_bias:
         logits += logit_bias
     usable = (columns < spec.num_experts) & is_finite(logits)

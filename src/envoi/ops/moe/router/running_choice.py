@@ -20,8 +20,8 @@ LOAD: function of `products` and a chunk's number i that returns the products [R
 import triton
 import triton.language as tl
 
-from envoi.epilogues.device import INF
-from envoi.ops.moe.router.choose_experts import EPS, rounded, scaled, weigh
+from envoi.epilogues.device import INF, rounded_product
+from envoi.ops.moe.router.choose_experts import EPS, rounded, weigh
 from envoi.ops.moe.router.device_types import Places, Softmax
 from envoi.ops.moe.router.selection import as_in, is_finite, load_biases, merge_two, score_of, selection_key
 
@@ -60,7 +60,7 @@ def choose_running(
 @triton.jit
 def load_chunk(products, i, columns, args, LOAD: tl.constexpr, spec: tl.constexpr):
     """Return a chunk's logits [R, C], the mask of finite ones of real experts, and the bias of its keys."""
-    logits = scaled(LOAD(products, i), args.scalars.alpha)
+    logits = rounded_product(LOAD(products, i), args.scalars.alpha)
     biases = load_biases(args.tables, columns, spec)
     if spec.has_logit_bias:
         logits += biases.logit
