@@ -65,6 +65,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 -k -O test-compiled test-interpreted
 
+test-compiled: export OMP_NUM_THREADS := 1# as many processes as cores: a second thread of each waits in a loop
 test-compiled: $(STAMP)
 	+$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
