@@ -77,6 +77,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="expected tensors on meta, or on a GPU without arch, got cpu"):
         envoi.plan(envoi.gemm, torch.zeros(64, 256), torch.zeros(64, 256))
     a = meta(64, 256)
+    for arch in ("hopper", 90):
+        with pytest.raises(ValueError, match=f"arch: expected one of NVIDIA's, such as 'sm_90', got {arch!r}"):
+            envoi.plan(envoi.gemm, a, meta(64, 256), arch=arch)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="given twice"):
         envoi.plan(envoi.gemm, a, a)
     with pytest.raises(ValueError, match="expected arguments like the planned ones"):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,13 @@ def expect_device(name: str, value: Any) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{name}: expected a device that is here, got {value!r}: torch sees no GPU")
     return device
+
+
+def expect_arch(name: str, value: Any) -> str:
+    """Return `value` if it names an architecture of NVIDIA's; else raise ValueError."""
+    if not (isinstance(value, str) and re.fullmatch(r"sm_\d+a?", value)):
+        raise ValueError(f"{name}: expected one of NVIDIA's, such as 'sm_90', got {value!r}")
+    return value
 
 
 def expect_divisible(name: str, value: int, by: int, why: str) -> int:

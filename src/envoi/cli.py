@@ -200,7 +200,8 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
         ("topk", "slots of a token"),
         ("max-tokens", "the most tokens that a call has on a GPU"),
     ):
-        add(f"--{name}", metavar="N", type=int, required=True, help=about)
+        also = [f"--{OPTIONS[name]}"] if name in OPTIONS else []  # as `estimate` and `trace` have it
+        add(f"--{name}", *also, metavar="N", type=int, required=True, help=about)
     add("--format", metavar="NAME", default="bf16", help=f"of {FORMATS}; default: %(default)s")
     add("--activation", metavar="NAME", default="swiglu", help="as for envoi.experts.pack; default: %(default)s")
     add("--bias", action="store_true", help="experts have biases")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from envoi.check import expect_arch
 from envoi.runtime import program
 from envoi.runtime.devices import SMS_WITHOUT_GPU, Target, limited
 from envoi.runtime.program import RefusedError
@@ -69,6 +70,8 @@ def plan(
     device = next(x for x in tensors if x is not None).device
     if device.type not in ("meta", "cuda") or (device.type == "cuda" and arch is not None):
         raise ValueError(f"arguments: expected tensors on meta, or on a GPU without arch, got {device} and arch {arch}")
+    if arch is not None:
+        expect_arch("arch", arch)
     with nullcontext() if num_sms is None else limited(num_sms):
         on_meta = Target(arch or "sm_90", num_sms or SMS_WITHOUT_GPU)
         target = Target.of(device) if device.type == "cuda" else on_meta

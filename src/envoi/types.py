@@ -295,6 +295,14 @@ def expect_experts(value: Any) -> None:
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(value).__name__}")
 
 
+def expect_routing(value: Any) -> None:
+    """Raise ValueError unless this is a Routing whose number of experts is an integer, of Python or NumPy."""
+    if not isinstance(value, Routing):
+        raise ValueError(f"routing: expected an envoi.Routing, got {type(value).__name__}")
+    if not isinstance(value.num_experts, int) and not hasattr(value.num_experts, "__index__"):
+        raise ValueError(f"routing.num_experts: expected an int, got {describe(value.num_experts)}")
+
+
 def _register(kind: type) -> None:
     """Make a dataclass a pytree whose children are the fields that can hold tensors; the others are its context."""
     names = tuple(field.name for field in fields(kind))

@@ -58,6 +58,8 @@ SPOILT = [
      r"experts.5.gate_proj.weight: expected a tensor of this name .the layer has experts 0 to 5., got none"),
     ("deepseek_v3", say(n_routed_experts=4), r"config.json: expected 5 experts, as the files have of layer 1, got 4"),
     ("deepseek_v3", say(n_routed_experts=-1), r"config.json: expected 5 experts, as the files have of layer 1, got -1"),
+    ("qwen3", put("model.layers.1.mlp.experts.5.up_proj.weight", torch.zeros(128, 256).bfloat16()),
+     r"config.json: expected 6 experts, as the files have of layer 1, got 5"),
     ("qwen3", put(f"{NAME}.bias", torch.zeros(128)),
      rf"{SHARD}: {NAME}.bias: expected experts without biases, got one"),
     ("deepseek_v3", say(quantization_config={"quant_method": "fp8", "weight_block_size": [128]}),

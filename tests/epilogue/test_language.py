@@ -1,6 +1,7 @@
 """Epilogue language: tracing, printing, evaluation, refusals."""
 
 import fractions
+import inspect
 import math
 import random
 import re
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import envoi
 import envoi.epilogues as language
 from envoi.epilogues import (
     Col,
@@ -53,6 +55,7 @@ from envoi.epilogues.library import (
     swiglu_fp8,
 )  # fmt: skip
 from envoi.epilogues.operations import OPERATIONS as TABLE
+from envoi.epilogues.trace import TAKEN
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits
@@ -386,7 +389,11 @@ def test_refusals_of_signatures():
     def huge(acc, alpha: Scalar = 10**400):
         return acc * alpha
 
+    def also_taken(acc, out: Col):
+        return acc * out
+
     for function, reason in {
+        also_taken: "parameter out: envoi.gemm and envoi.grouped_gemm take one of that name; rename it",
         taken: "parameter weights: envoi.gemm and envoi.grouped_gemm take one of that name; rename it",
         huge: "parameter alpha: expected a default that float32 can hold",
         no_annotation: "parameter bias: expected an annotation of Scalar, Row, Col, Tile, HalfCol, HalfTile, got none",
@@ -401,6 +408,13 @@ def test_refusals_of_signatures():
         with pytest.raises(EpilogueError, match=re.escape(reason)) as caught:
             epilogue(function)
         assert str(caught.value).startswith(f"{__file__}:{function.__code__.co_firstlineno}: ")
+
+
+def test_no_operand_has_the_name_of_an_argument():
+    for function in (envoi.gemm, envoi.grouped_gemm):
+        parameters = inspect.signature(function).parameters.values()
+        names = {x.name for x in parameters if x.kind is not inspect.Parameter.VAR_KEYWORD}
+        assert "num_sms" in names and names <= set(TAKEN)
 
 
 Vector = Col

@@ -185,6 +185,14 @@ def test_vllms_kernel_cant_take_over_from_an_exchange(vllm, monkeypatch):
     assert layer.kernel.fused_experts.own is None
 
 
+def test_another_value_of_the_switch_is_a_refusal_before_any_layer(vllm, monkeypatch, caplog):
+    monkeypatch.setenv("ENVOI_VLLM_EP", "yes")
+    integration.register()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Envoi runs no MoE layers: ValueError: ENVOI_VLLM_EP: expected 0 or 1, got 'yes'"
+    ]
+
+
 @pytest.mark.parametrize("why", ["off", "one rank", "vLLM's kernel"])
 def test_nothing_is_exchanged_unless_it_is_asked_for(vllm, why, monkeypatch, caplog):
     if why == "off":

@@ -96,6 +96,7 @@ def test_supports_names_the_argument():
     assert "num_experts: expected" in str(envoi.supports("bf16", **sizes | {"num_experts": 0}))
     assert "top_k: expected" in str(envoi.supports("bf16", **sizes | {"top_k": 0}))
     assert "arch: expected" in str(envoi.supports("bf16", **sizes, arch="gfx942"))
+    assert "bias: expected True or False, got str 'no'" in str(envoi.supports("bf16", **sizes, bias="no"))  # pyright: ignore[reportArgumentType]
     assert "activation: expected" in str(envoi.supports("bf16", **sizes, activation="tanh"))
 
 

@@ -101,7 +101,7 @@ def test_files_of_others_are_refused(tmp_path):
 
 
 def test_wrong_arguments_are_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "none" / "experts.safetensors"):
+    for path in (tmp_path, tmp_path / "none" / "experts.safetensors", None):
         with pytest.raises(ValueError, match=f"path: expected a file in a folder that exists, got {path}"):
             envoi.experts.save(PACKED["mxfp4"], path)
     for write in (envoi.experts.state_dict, lambda experts: envoi.experts.save(experts, tmp_path / "x")):
@@ -153,6 +153,7 @@ SPOILT = {
         lambda state, meta: state.update({"gate_up.values": state["gate_up.values"][:, :, 0]}),
     "envoi: expected fields that this release knows, got 'router'": lambda state, meta: meta["fields"].update(router=1),
     "envoi: expected a description with fields, got None": lambda state, meta: meta.pop("fields"),
+    "envoi: expected the names of its tensors, got None": lambda state, meta: meta.update(tensors=None),
     "format: expected text, got None": lambda state, meta: meta["fields"].pop("format"),
     "down.order: expected one of 'rows', 'fragments', 'fp8_fragments', got 'x'":
         lambda state, meta: meta["fields"].update({"down.order": "x"}),

@@ -358,6 +358,12 @@ def test_the_command(found, capsys):
     assert names.count("gemm_kernel") >= 2 and names.count("sort_kernel") >= 2  # for ids in int32 and in int64
 
 
+def test_the_command_takes_inter_as_the_others_do(capsys):
+    sizes = "--hidden 320 --inter 100 --experts 4 --topk 2 --max-tokens 3 --format mxfp8"
+    assert cli.main(["warm-up", *sizes.split(), "--arch", "sm_90"]) == 2
+    assert "--intermediate: expected a positive multiple of 32" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 @pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b"])
 def test_the_command_compiles_a_models_router(arch, model, found):

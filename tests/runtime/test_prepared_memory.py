@@ -210,6 +210,33 @@ def test_an_out_of_another_form_is_refused(hopper, monkeypatch, out, said):
         envoi.gemm(*sides(), out=out)
 
 
+@envoi.epilogue
+def once_and_twice(acc):
+    return {"once": acc, "twice": 2.0 * acc}
+
+
+def named_outs() -> dict[str, torch.Tensor]:
+    return {name: torch.empty(64, 128, dtype=torch.bfloat16) for name in ("twice", "once")}
+
+
+def test_outs_are_taken_by_their_names():
+    a, b, out = *sides(), named_outs()
+    envoi.gemm(a, b, once_and_twice, out=out)
+    want = envoi.gemm(a, b, once_and_twice)
+    assert all(torch.equal(out[name], want[name]) for name in want)
+
+
+def test_replays_take_outs_by_their_names(hopper):
+    a, b, out = *sides(), named_outs()
+    for _ in range(3):
+        got = envoi.gemm(a, b, once_and_twice, out=out)
+        assert all(got[name] is out[name] for name in ("once", "twice"))
+        prepare(envoi.gemm, (a, b, once_and_twice))
+    for other in ({"once": out["once"], "thrice": out["twice"]}, tuple(out.values())):
+        with pytest.raises(ValueError, match="out: expected a dict of 'once', 'twice', as the call returns, got "):
+            envoi.gemm(a, b, once_and_twice, out=other)
+
+
 def test_outs_share_no_memory(hopper):
     whole = torch.empty(2 * 64 * 128, dtype=torch.bfloat16)
     first, second = whole[: 64 * 128].view(64, 128), whole[64 * 64 :][: 64 * 128].view(64, 128)

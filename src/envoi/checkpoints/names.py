@@ -101,7 +101,8 @@ def find(file_of: Mapping[str, Path], layer: int) -> Separate | Stacked | None:
         )
     for base, gate in first:
         if gate:
-            return Separate(base, *PROJECTIONS[gate], tuple(sorted(separate[base, gate])))
+            ids = separate[base, gate] | separate.get((base, "up_proj"), set())  # an expert's gate may be missing
+            return Separate(base, *PROJECTIONS[gate], tuple(sorted(ids)))
         gate_up = base.removesuffix("_blocks")
         owner, _, last = gate_up.rpartition("experts.")
         down = f"{owner}experts.{TOGETHER[last]}" if owner else gate_up.replace("input_linear", "output_linear")

@@ -222,7 +222,9 @@ class HalfTile(Traced):
     shape = HALF_TILE
 
 
-TAKEN = ("a", "b", "rows", "weights", "offsets", "epilogue", "out_dtype", "batch_invariant")
+TAKEN = (
+    "a", "b", "rows", "weights", "offsets", "epilogue", "out_dtype", "batch_invariant", "out", "workspace", "num_sms",
+)  # fmt: skip
 ANNOTATIONS = {kind.__name__: kind for kind in (Scalar, Row, Col, Tile, HalfCol, HalfTile)}
 
 

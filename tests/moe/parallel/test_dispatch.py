@@ -135,6 +135,37 @@ def test_what_is_wrong_is_said(way):
             assert text.startswith(told + start), text
 
 
+def other_handles(rank: int, num_ranks: int, options: dict) -> list[str]:
+    """Combine on rank 1 by a handle of an earlier dispatch, another object's and a used one; on all by the last one."""
+    layer = make(tokens=12, experts=8, k=3)
+    parallel, other = (cases.open_parallel(layer, "bf16", rank, [4, 8], **options) for _ in range(2))
+    tokens, r = cases.part_of(layer, rank, [5, 12])
+    given, want, found = (tokens, r.topk_ids, r.topk_weights), parallel.moe(tokens, r), []
+
+    def refused(handle) -> None:
+        if rank == 1:
+            try:
+                parallel.combine(own_experts(handle, parallel.experts), handle)
+            except ValueError as error:
+                found.append(str(error))
+
+    earlier, others = parallel.dispatch(*given), other.dispatch(*given)
+    sent = parallel.dispatch(*given)
+    refused(earlier)
+    refused(others)
+    assert torch.equal(parallel.combine(own_experts(sent, parallel.experts), sent), want)
+    refused(sent)
+    assert torch.equal(parallel.moe(tokens, r), want)
+    return found
+
+
+def test_a_handle_other_than_that_of_the_last_dispatch_is_refused():
+    outcomes = run_ranks(2, other_handles, WAYS["counted"] | {"timeout_s": 6.0})
+    assert [outcome.text for outcome in outcomes] == ["", ""]
+    assert len(outcomes[1].value) == 3
+    assert all(text.startswith("handle: expected that of the last call") for text in outcomes[1].value)
+
+
 def lost(rank: int, num_ranks: int, options: dict) -> tuple[str, list[int]]:
     """Let rank 1 leave between dispatch and combine; return the other's error."""
     layer = make(tokens=12, experts=8, k=3)

@@ -155,12 +155,17 @@ def test_replay_weighs_by_the_gate_that_is_given():
         ("topk_ids: expected a row of k for each of 50 tokens, got int64 [49, 3]", torch.zeros(49, 3).long()),
         ("topk_ids: expected a row of k for each of 50 tokens, got int64 [50]", torch.zeros(50).long()),
         ("topk_ids: expected int32 or int64, got float32 [50, 3]", torch.zeros(50, 3)),
-        ("hash_table: expected values from -1 to 15, got values from 0 to 16", torch.tensor([[0, 16]] * 50)),
+        ("topk_ids: expected values from -1 to 15, got values from 0 to 16", torch.tensor([[0, 16]] * 50)),
     ],
 )
 def test_replay_refuses(message, ids):
     with pytest.raises(ValueError, match=re.escape(message)):
         replay(*make(50, 16), ids)
+
+
+def test_replay_names_the_tokens():
+    with pytest.raises(ValueError, match="tokens: expected bfloat16 or float16 or float32, got NoneType"):
+        replay(None, make(50, 16)[1], torch.zeros(50, 3).long())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

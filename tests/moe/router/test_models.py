@@ -257,6 +257,12 @@ class TestIdentities:
             envoi.moe(x, routing, experts)
 
 
+@pytest.mark.parametrize("step", [split_identity, weigh_with_shared])
+def test_steps_after_a_route_need_its_routing(step):
+    with pytest.raises(ValueError, match="routing: expected an envoi.Routing, got tuple"):
+        step((torch.ones(2, 3), torch.zeros(2, 3)), 2)
+
+
 class TestSharedInTheSum:
     SCALE = 8.0
 

@@ -31,6 +31,7 @@ def register() -> None:
     try:
         if _done or not env.serves_vllm():
             return
+        env.exchanges_vllm()  # layers read it while weights are loaded, where a wrong value would end the server
         from envoi.integrations.vllm.select import install
 
         install()

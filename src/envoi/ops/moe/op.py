@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from envoi.check import describe, expect_no_gradients, expect_tensor
+from envoi.check import expect_no_gradients, expect_tensor
 from envoi.quant.formats import INT4, Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
 from envoi.runtime.prepared import exactly
-from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_experts
+from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_experts, expect_routing
 
 HALVES = torch.bfloat16, torch.float16
 IDS, WEIGHTS = (torch.int32, torch.int64), (torch.float32, *HALVES)
@@ -143,7 +143,7 @@ def check_call(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -
 
     Refused are a routing that isn't one, and tensors that aren't dense, have gradients or are on meta. Reads no values.
     """
-    _expect_routing(routing)
+    expect_routing(routing)
     given = {"tokens": tokens, "routing.topk_weights": routing.topk_weights, "routing.topk_ids": routing.topk_ids}
     for name, x in given.items():
         if expect_tensor(name, x).is_nested:
@@ -153,17 +153,9 @@ def check_call(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -
     expect_no_gradients((*given, "experts"), (*given.values(), [*tensors_of(experts)]))
 
 
-def _expect_routing(routing: Routing) -> None:
-    """Raise ValueError unless this is a Routing whose number of experts is an integer, of Python or NumPy."""
-    if not isinstance(routing, Routing):
-        raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
-    if not isinstance(routing.num_experts, int) and not hasattr(routing.num_experts, "__index__"):
-        raise ValueError(f"routing.num_experts: expected an int, got {describe(routing.num_experts)}")
-
-
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
     """Raise ValueError unless tokens and routing have the dtypes, shapes and device that go with the experts."""
-    _expect_routing(routing)
+    expect_routing(routing)
     expect_experts(experts)
     expect_tensor("tokens", tokens, HALVES, ("num_tokens", experts.hidden), experts.device)
     slots = (tokens.shape[0], "num_topk")

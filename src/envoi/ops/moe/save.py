@@ -1,6 +1,7 @@
 """Packed experts as named tensors, and as files of safetensors."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -64,8 +65,7 @@ def save(experts: ExpertWeights, path: str | Path) -> None:
     """
     from safetensors.torch import save_file
 
-    path = Path(path)
-    if path.is_dir() or not path.parent.is_dir():
+    if not isinstance(path, str | os.PathLike) or Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"path: expected a file in a folder that exists, got {path}")
     tensors, meta = _split(experts)
     if experts.device.type == "meta":
@@ -141,6 +141,9 @@ def _expect_description(description: str | bytes) -> Mapping[str, Any]:
         raise ValueError(f"expected experts written as version {VERSION}, got {version!r}")
     if not isinstance(meta.get("fields"), dict):
         raise ValueError(f"{META}: expected a description with fields, got {meta.get('fields')!r}")
+    names = meta.get("tensors", [])
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{META}: expected the names of its tensors, got {names!r}")
     return meta
 
 

@@ -1,20 +1,17 @@
 """Public function `envoi.supports`: whether a layer can be packed and run, before any of its weights exists."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from envoi.check import expect_int
+from envoi.check import expect_arch, expect_bool, expect_int
 from envoi.epilogues.activation import expect_activation
 from envoi.ops.moe.packing import check_sizes, expect_block, pack
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.runtime.program import without_memory
 from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
-
-NVIDIA = re.compile(r"sm_\d+a?")
 
 
 def supports(
@@ -26,7 +23,8 @@ def supports(
 
     Reads no weights and needs no GPU, so that an engine can choose its kernels before it loads a checkpoint.
     hidden, intermediate: H and I of one rank's weights. num_experts: those of one rank, E. top_k: slots of a token.
-    format, activation, swiglu_limit, swiglu_alpha, weight_block_size: as in `pack`. bias: whether there are biases.
+    format, activation, swiglu_limit, swiglu_alpha, weight_block_size: as in `pack`, but a format by its name, since
+        "auto" depends on the weights. bias: whether there are biases.
     arch: of the GPU, "sm_90"; others than sm_90 run Triton's kernels.
     What only the weights tell isn't known yet: numbers that the format doesn't hold, which `pack` refuses.
     Raises nothing: an argument that is wrong is a reason too.
@@ -36,8 +34,8 @@ def supports(
         expect_int("top_k", top_k, 1)
         expect_int("hidden", hidden, 1)
         expect_int("intermediate", intermediate, 1)
-        if not isinstance(arch, str) or not NVIDIA.fullmatch(arch):
-            raise ValueError(f"arch: expected one of NVIDIA's, such as 'sm_90', got {arch!r}")
+        expect_bool("bias", bias)
+        expect_arch("arch", arch)
         found, block = format_named(format), expect_block(weight_block_size)
         if block is None:
             check_sizes(hidden, intermediate, found)

@@ -32,7 +32,7 @@ from envoi.runtime import program, shortcuts, triton_compat, workspace
 from envoi.runtime.custom_op import watched
 from envoi.runtime.devices import limited
 from envoi.runtime.prepared import driver as driver_module
-from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of, in_order
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
@@ -390,7 +390,7 @@ def given_of(out: Any, memory: Any) -> Given:
             raise ValueError(f"out: expected tensors of the form that the call returns, got {type(out).__name__}")
     if memory is not None:
         expect_tensor("workspace", memory)
-    return Given(tensors, memory)
+    return Given(tensors, memory, out)
 
 
 def copied(result: Any, given: Given) -> Any:
@@ -399,7 +399,8 @@ def copied(result: Any, given: Given) -> Any:
         return result
     found: list[torch.Tensor] = []
     build = program.take_apart(result, found)
-    check_out(given.out, forms_of(found), found[0].device)
-    for x, y in zip(given.out, found, strict=True):
+    out = in_order(given.out, given.form, build, len(found))
+    check_out(out, forms_of(found), found[0].device)
+    for x, y in zip(out, found, strict=True):
         x.copy_(y)
-    return build(given.out)
+    return build(out)

@@ -106,13 +106,34 @@ class WorkspaceError(ValueError):
 
 
 class Given(NamedTuple):
-    """Memory that a call's caller owns, None for what the call is to find: tensors of the outputs, a workspace."""
+    """Memory that a call's caller owns, None for what the call is to find: tensors of the outputs, a workspace.
+
+    form: what the caller gave for the outputs, of which `out` are the tensors.
+    """
 
     out: Sequence[torch.Tensor] | None = None
     workspace: torch.Tensor | None = None
+    form: Any = None
 
 
 NOTHING_GIVEN = Given()
+
+
+def in_order(out: Sequence[torch.Tensor], form: Any, build: program.Build, count: int) -> Sequence[torch.Tensor]:
+    """Return the caller's tensors in the order of the call's: those of a dict by their names.
+
+    out, form: as in `Given`. build: makes the call's result of its `count` tensors; another number of them is for
+    `check_out` to refuse. Raises ValueError for a dict of other names.
+    """
+    result = build(out) if len(out) == count else None
+    if not isinstance(result, dict):
+        return out
+    if not (isinstance(form, dict) and form.keys() == result.keys()):
+        came = f"a dict of {', '.join(map(repr, form))}" if isinstance(form, dict) else type(form).__name__
+        raise ValueError(f"out: expected a dict of {', '.join(map(repr, result))}, as the call returns, got {came}")
+    tensors: list[torch.Tensor] = []
+    program.take_apart({name: form[name] for name in result}, tensors)
+    return tensors
 
 
 def check_out(out: Sequence[torch.Tensor], forms: Sequence[tuple], device: torch.device) -> None:
@@ -182,8 +203,9 @@ class Prepared:
     def run(self, addresses: Sequence[int], stream: int, given: Given = NOTHING_GIVEN) -> Any:
         """Make the launches for inputs at these addresses; return the result. The device must be the current one."""
         driver = self._driver
-        out, memory = given
+        out, memory = given.out, given.workspace
         if out is not None:
+            out = in_order(out, given.form, self._build, len(self._outputs))
             check_out(out, self._outputs, self._device)
         if memory is not None:
             check_workspace(memory, 4 * self._scratch_floats, self._device)

@@ -16,9 +16,10 @@ from envoi.check import describe, expect_tensor
 from envoi.ops.moe import op
 from envoi.ops.moe.parallel import opening, regroup
 from envoi.ops.moe.parallel.collectives import complaint, refuse_together
+from envoi.ops.moe.parallel.counted import Counted
 from envoi.ops.moe.parallel.exchange import Dispatched, OnDevice, Owner, Rows, Team
 from envoi.ops.moe.parallel.load import Load, forget, load_of
-from envoi.ops.moe.parallel.nvlink import SharedLayout
+from envoi.ops.moe.parallel.nvlink import Domain, SharedLayout
 from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts, routed_offsets
 from envoi.ops.moe.parallel.registered import CLOSED, instances, moe_parallel
 from envoi.ops.moe.parallel.trace import STEP as TRACE
@@ -241,8 +242,8 @@ class ExpertParallel:
     def workspace_bytes(self, tokens: torch.Tensor, routing: Routing) -> int:
         """Return the bytes of `workspace=` of a call with tensors like these, which may be on "meta". Not collective.
 
-        0 if the call needs none, as where rows are counted. More tokens need more. Raises ValueError as `moe` does, and
-        for tensors that no call could be planned for.
+        0 if the call needs none, as where rows are counted, of any tensors. More tokens need more. Else raises
+        ValueError as `moe` does, and for tensors that no call could be planned for.
         """
         if not isinstance(exchange := self._open_exchange(), OnDevice):
             return 0
@@ -267,15 +268,15 @@ class ExpertParallel:
             routing = Routing(*op.widened(routing.topk_weights, routing.topk_ids), self.num_experts)
         with self._lock, self._on_device():
             received = self._dispatch(rows, routing, refusal)
-            if isinstance(self._exchange, OnDevice):
-                self._exchange.domain.pending = received
+            self._noted.pending = received
         return Dispatched(*received[:3], tuple(tokens.shape), dtype, received)
 
     def combine(self, rows: torch.Tensor, handle: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Send rows back to the ranks of their tokens; return the sum of each of this rank's tokens. Collective.
 
         rows [P, H] bf16, contiguous: what the experts made of handle.rows, in their order, each times its weight in
-        handle.topk_weights. handle: what `dispatch` returned for the last call. out: takes the result, as for `moe`.
+        handle.topk_weights. handle: what `dispatch` returned for the last call, once. out: takes the result, as for
+        `moe`.
 
         Returns tokens of the shape and dtype that `dispatch` took: the sums of their rows in the order of the slots, in
         float32, rounded once; with presum of each rank's, or host's, sums. Raises ValueError on this rank alone for
@@ -289,11 +290,10 @@ class ExpertParallel:
         if out is not None:
             opening.check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=self.experts.device))
         with self._lock, self._on_device():
-            exchange = self._open_exchange()
-            if isinstance(exchange, OnDevice):
-                if exchange.domain.pending is not handle.received:
-                    raise ValueError("handle: expected that of the last call, whose rows a later one hasn't replaced")
-                exchange.domain.pending = None
+            exchange, noted = self._open_exchange(), self._noted
+            if noted.pending is not handle.received:  # where rows are counted, peers would expect other numbers of them
+                raise ValueError("handle: expected that of the last call, whose rows a later one hasn't replaced")
+            noted.pending = None
             total = exchange.combine(rows, handle.received, by_others=True)
         self.check()
         total = total.to(handle.dtype).view(handle.shape)
@@ -446,6 +446,7 @@ class ExpertParallel:
     def close(self) -> None:
         """Free the object's memory; later calls raise ValueError. Not a collective call.
 
+        Its gloo group, some threads and sockets, is freed with the object itself, which mustn't be kept for that.
         Over NVLink, peers must have finished with this rank's memory: close after a barrier of all ranks.
         """
         with self._lock:
@@ -463,9 +464,10 @@ class ExpertParallel:
     def _dispatch(self, tokens: torch.Tensor, routing: Routing, refusal: str) -> Rows:
         exchange = self._open_exchange()
         refusal = refusal or self._refusal(tokens, routing, self.experts)
+        self._noted.pending = None
         if isinstance(exchange, OnDevice):
             exchange.check_lateness()
-            exchange.domain.pending, device = None, exchange.domain.memory.device
+            device = exchange.domain.memory.device
             if self._kernels not in exchange.domain.has_kernels and compiles(device):
                 compile_together(self.channel, self._call_without_memory(), Target.of(device), None, False, FIRST)
                 exchange.domain.has_kernels.add(self._kernels)
@@ -478,6 +480,12 @@ class ExpertParallel:
         if self._exchange is None:
             raise ValueError(CLOSED)
         return self._exchange
+
+    @property
+    def _noted(self) -> Domain | Counted:
+        """Where the last dispatch is noted: with its rows' memory, which objects share, or in what counts rows."""
+        exchange = self._open_exchange()
+        return exchange.domain if isinstance(exchange, OnDevice) else exchange
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""

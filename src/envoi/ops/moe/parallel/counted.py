@@ -170,6 +170,7 @@ class Counted:
     def __init__(self, channel: Channel):
         """Let hosts wait for peers that compile, and end collectives that wait for a lost one, where NCCL sends."""
         self.lock, self.channel = threading.RLock(), channel
+        self.pending: Rows | None = None  # what the last call has dispatched, if it is to be combined
         self.counts = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=channel.device.type == "cuda")
         self._done = torch.zeros(2, dtype=torch.int32, device=channel.device)
         self._ahead = torch.tensor([1, 0], dtype=torch.int32, device=channel.device)

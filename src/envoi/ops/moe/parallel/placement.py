@@ -295,9 +295,12 @@ def check_loads(num_tokens_per_expert: Any) -> list[float]:
     given = num_tokens_per_expert
     if isinstance(given, torch.Tensor) and given.ndim == 1:
         given = given.tolist()
-    fine = isinstance(given, list | tuple) and len(given) > 0
-    if not fine or not all(isinstance(x, int | float) and 0 <= x < float("inf") for x in given):
-        raise ValueError(
-            f"num_tokens_per_expert: expected numbers of at least 0, one for each expert, got {describe(given)}"
-        )
-    return [float(x) for x in given]
+    expected = "num_tokens_per_expert: expected numbers of at least 0, one for each expert, got"
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{expected} {describe(given)}")
+    if not given:
+        raise ValueError(f"{expected} none")
+    for expert, load in enumerate(given):
+        if not isinstance(load, int | float) or not 0 <= load < float("inf"):
+            raise ValueError(f"{expected} {load!r} at {expert}")
+    return [float(load) for load in given]

@@ -1,5 +1,6 @@
 """Public function `envoi.route`: check the arguments, call the operator, wrap the result; and steps after it."""
 
+import re
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from envoi.ops.moe.router.presets import named
 from envoi.ops.moe.router.spec import Rule
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import exactly, prepared
-from envoi.types import Routing
+from envoi.types import Routing, expect_routing
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -103,7 +104,7 @@ def replay(
     hash_table, which this fills: row m of the table belongs to token m.
     Raises ValueError as `route` does, and if topk_ids isn't one row of k for each token.
     """
-    tokens, _ = _rows(tokens, None)
+    tokens, _ = _rows(expect_tensor("tokens", tokens, FLOATS), None)
     given = expect_tensor("topk_ids", topk_ids, (torch.int32, torch.int64))
     recorded = given.flatten(0, 1) if given.dim() == 3 else given
     if recorded.dim() != 2 or recorded.shape[0] != tokens.shape[0]:
@@ -111,7 +112,10 @@ def replay(
         raise ValueError(f"topk_ids: expected {rows}, got {describe(topk_ids)}")
     names = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int32)
     k = recorded.shape[1]
-    return route(tokens, gate, k, alpha, rule=rule, token_ids=names, hash_table=recorded, **options)
+    try:
+        return route(tokens, gate, k, alpha, rule=rule, token_ids=names, hash_table=recorded, **options)
+    except ValueError as error:  # the caller knows the table by another name
+        raise ValueError(re.sub("^hash_table:", "topk_ids:", str(error))) from None
 
 
 def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
@@ -252,6 +256,7 @@ def split_identity(routing: Routing, num_experts: int) -> tuple[Routing, torch.T
 
     Raises ValueError unless num_experts is from 1 to routing.num_experts.
     """
+    expect_routing(routing)
     expect_int("num_experts", num_experts, 1, routing.num_experts, "those of the routing")
     others = routing.topk_ids >= num_experts
     identity = routing.topk_weights.masked_fill(~others, 0.0).sum(1, dtype=torch.float32)
@@ -271,6 +276,7 @@ def weigh_with_shared(routing: Routing, num_shared: int, scale: float = 1.0) -> 
     float32. Sums are of logarithms, so that tiny sigmoids add up to scale too. Source: Inkling's published model code.
     Raises ValueError unless the routing has logits and num_shared is from 1 to routing.num_experts - 1.
     """
+    expect_routing(routing)
     expect_int("num_shared", num_shared, 1, routing.num_experts - 1, "the routing's experts, less one")
     expect_float32("scale", scale)
     if routing.logits is None:
