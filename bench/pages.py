@@ -23,7 +23,19 @@ from bench import pairs, served
 from bench.evidence import BASELINES, SUITES, Measurement, load, slug
 from bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
 from bench.predicted import PREDICTED
-from bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers, ratio
+from bench.summary import (
+    baseline_names,
+    best_baseline,
+    compared,
+    distinct,
+    mean_and_least,
+    means,
+    of_roof,
+    peers,
+    provenance,
+    ratio,
+    table,
+)  # fmt: skip
 from envoi.table import number
 
 MARKER = re.compile(r"(<!-- bench:(\S+) -->)(.*?)<!-- /bench -->", re.DOTALL)
@@ -100,17 +112,6 @@ def page(suite: str, results: dict[str, list[Measurement]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def provenance(measurements: Sequence[Measurement]) -> str:
-    """Hardware, versions, commits, dates and repeats, in a line."""
-    dates = sorted({m.date for m in measurements})
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return (
-        f"{_distinct(m.gpu for m in measurements)}, torch {_distinct(m.torch for m in measurements)}, "
-        f"triton {_distinct(m.triton for m in measurements)}, commit {_distinct(m.commit for m in measurements)}, "
-        f"{when}, n = {_distinct(m.n for m in measurements)}."
-    )
-
-
 def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
     """Return a header and six cells for each measurement."""
     others = {m.key: (name, us) for m, name, us in compared(measurements)}
@@ -156,12 +157,6 @@ def _other(measurements: Sequence[Measurement]) -> str:
 def case_name(m: Measurement) -> str:
     """Return the case, with the number of GPUs if they are several."""
     return m.case if m.num_gpus == 1 else f"{m.case}, {m.num_gpus} GPUs"
-
-
-def table(lines: list[list[str]]) -> str:
-    """Return a Markdown table of a header and rows."""
-    header, *body = lines
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *body])
 
 
 def summaries(measurements: Sequence[Measurement]) -> list[str]:
@@ -241,7 +236,7 @@ def caption(cases: Sequence[Measurement]) -> str:
     return (
         f"One MoE layer on {where(cases)} (hidden 4096, intermediate 2048, 256 experts, top-6, FP8), "
         f"{PICTURE_TOKENS[0]} to {PICTURE_TOKENS[-1]} tokens a GPU, the other's time over Envoi's (below 1 Envoi is "
-        f"slower): {' and '.join(spans)}; {_distinct(dates)}, commit {_distinct(m.commit for m in cases)}."
+        f"slower): {' and '.join(spans)}; {distinct(dates)}, commit {distinct(m.commit for m in cases)}."
     )
 
 
@@ -294,7 +289,7 @@ def _of_engines(marker: str, results: dict[str, list[Measurement]]) -> str:
 def _of_libraries(compared_with: Iterable[tuple[Measurement, str]]) -> str:
     """Return the libraries with the versions of which these baselines were measured, "vllm 0.33.0, humming 0.1.19"."""
     found = (f"{OF_BASELINE[name]} {version(m.details, name)}" for m, name in compared_with if name in OF_BASELINE)
-    return _distinct(sorted(found))
+    return distinct(sorted(found))
 
 
 def _meaning(name: str, measurements: Sequence[Measurement]) -> str:
@@ -304,7 +299,3 @@ def _meaning(name: str, measurements: Sequence[Measurement]) -> str:
 
 def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _distinct(values: Iterable[object]) -> str:
-    return ", ".join(str(value) for value in dict.fromkeys(values))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.evidence import Measurement, read
-from bench.summary import mean_and_least, ratio
+from bench.summary import mean_and_least, provenance, ratio, table
 from envoi.table import number
 
 FOLDER, PAGE = "pairs", "pairs.md"
@@ -27,8 +27,6 @@ def page(folder: Path) -> str:
 
 
 def _of_gpu(gpu: str, rows: Sequence[Measurement]) -> str:
-    from bench.pages import provenance, table  # not at the top: it imports this module
-
     older, newer = _by_pair(rows)
     both = [(older[key], newer[key]) for key in older if key in newer]
     lines = [["suite", "cases", "Envoi", "torch"]]

@@ -1,6 +1,6 @@
-"""Best baseline of a case, and several cases in a line: geometric means of ratios."""
+"""Best baseline of a case, and several cases in a line: geometric means of ratios, where they come from; tables."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import exp, log
 
 from bench.evidence import BASELINES, Measurement
@@ -94,3 +94,25 @@ def mean_and_least(ratios: list[float]) -> str:
 def ratio(theirs_us: float, ours_us: float) -> str:
     """Format theirs / ours: "1.15x" means that Envoi is faster."""
     return f"{number(theirs_us / ours_us)}x"
+
+
+def provenance(measurements: Sequence[Measurement]) -> str:
+    """Hardware, versions, commits, dates and repeats, in a line."""
+    dates = sorted({m.date for m in measurements})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"{distinct(m.gpu for m in measurements)}, torch {distinct(m.torch for m in measurements)}, "
+        f"triton {distinct(m.triton for m in measurements)}, commit {distinct(m.commit for m in measurements)}, "
+        f"{when}, n = {distinct(m.n for m in measurements)}."
+    )
+
+
+def table(lines: list[list[str]]) -> str:
+    """Return a Markdown table of a header and rows."""
+    header, *body = lines
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *body])
+
+
+def distinct(values: Iterable[object]) -> str:
+    """Return the different values in a line, in the order in which they come."""
+    return ", ".join(str(value) for value in dict.fromkeys(values))

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = r"(?:(?:model|language_model|text_model|backbone|transformer|llm)\.)*layers\.(\d+)\."
-SEPARATE = re.compile(PREFIX + r"((?:[^.]+\.)*experts\.)(\d+)\.(gate_proj|up_proj|w1)\.(?:weight(?:_packed)?|qweight)")
+SEPARATE = re.compile(
+    PREFIX + r"((?:[^.]+\.)*experts\.)(\d+)\.((?:gate|up|down)_proj|w[123])\.(?:weight(?:_packed)?|qweight)"
+)
 # The last part of the name of gate and up in one tensor, and that of down.
 TOGETHER = {"gate_up_proj": "down_proj", "fc1.weight": "fc2.weight", "w13_weight": "w2_weight"}
 STACKED = re.compile(
@@ -87,7 +89,8 @@ def find(file_of: Mapping[str, Path], layer: int) -> Separate | Stacked | None:
         if found and int(found[1]) == layer:
             key = name[: found.end(2)], found[4]
             separate.setdefault(key, set()).add(int(found[3]))
-            first.setdefault(key, name)
+            if found[4] in PROJECTIONS:
+                first.setdefault(key, name)
         found = STACKED.fullmatch(name)
         if found and int(found[1]) == layer:
             first[name, ""] = name
@@ -101,7 +104,8 @@ def find(file_of: Mapping[str, Path], layer: int) -> Separate | Stacked | None:
         )
     for base, gate in first:
         if gate:
-            ids = separate[base, gate] | separate.get((base, "up_proj"), set())  # an expert's gate may be missing
+            # By all projections: what an expert lacks is missed when it is read, and the expert itself never.
+            ids = set[int]().union(*(separate.get((base, name), ()) for name in PROJECTIONS[gate]))
             return Separate(base, *PROJECTIONS[gate], tuple(sorted(ids)))
         gate_up = base.removesuffix("_blocks")
         owner, _, last = gate_up.rpartition("experts.")

@@ -110,7 +110,7 @@ def _experts(layer: MoeLayer, target: Target) -> ExpertWeights:
 
 @lru_cache(maxsize=64)
 def _packed(hidden: int, intermediate: int, num_experts: int, format: str, target: Target) -> ExpertWeights:
-    # By what they depend on, not by the layer, whose number of tokens changes most.
+    """Return what `_experts` does, kept by what it depends on, which the number of tokens isn't."""
     return experts_without_memory(hidden, intermediate, num_experts, format, packed_layout="interleaved")
 
 

@@ -32,7 +32,7 @@ from envoi.runtime import program, shortcuts, triton_compat, workspace
 from envoi.runtime.custom_op import watched
 from envoi.runtime.devices import limited
 from envoi.runtime.prepared import driver as driver_module
-from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of, in_order
+from envoi.runtime.prepared.replay import NOTHING_GIVEN, Given, Prepared, check_out, forms_of
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
@@ -399,7 +399,7 @@ def copied(result: Any, given: Given) -> Any:
         return result
     found: list[torch.Tensor] = []
     build = program.take_apart(result, found)
-    out = in_order(given.out, given.form, build, len(found))
+    out = given.in_order(build, len(found))
     check_out(out, forms_of(found), found[0].device)
     for x, y in zip(out, found, strict=True):
         x.copy_(y)

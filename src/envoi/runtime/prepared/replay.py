@@ -18,7 +18,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -115,25 +115,25 @@ class Given(NamedTuple):
     workspace: torch.Tensor | None = None
     form: Any = None
 
+    def in_order(self, build: program.Build, count: int) -> Sequence[torch.Tensor]:
+        """Return the tensors of `out`, which is there, in the order of the call's: those of a dict by their names.
+
+        build: makes the call's result of its `count` tensors; another number of them is for `check_out` to refuse.
+        Raises ValueError for a dict of other names.
+        """
+        out, form = cast(Sequence[torch.Tensor], self.out), self.form
+        result = build(out) if len(out) == count else None
+        if not isinstance(result, dict):
+            return out
+        if not (isinstance(form, dict) and form.keys() == result.keys()):
+            came = f"a dict of {', '.join(map(repr, form))}" if isinstance(form, dict) else type(form).__name__
+            raise ValueError(f"out: expected a dict of {', '.join(map(repr, result))}, as the call returns, got {came}")
+        tensors: list[torch.Tensor] = []
+        program.take_apart({name: form[name] for name in result}, tensors)
+        return tensors
+
 
 NOTHING_GIVEN = Given()
-
-
-def in_order(out: Sequence[torch.Tensor], form: Any, build: program.Build, count: int) -> Sequence[torch.Tensor]:
-    """Return the caller's tensors in the order of the call's: those of a dict by their names.
-
-    out, form: as in `Given`. build: makes the call's result of its `count` tensors; another number of them is for
-    `check_out` to refuse. Raises ValueError for a dict of other names.
-    """
-    result = build(out) if len(out) == count else None
-    if not isinstance(result, dict):
-        return out
-    if not (isinstance(form, dict) and form.keys() == result.keys()):
-        came = f"a dict of {', '.join(map(repr, form))}" if isinstance(form, dict) else type(form).__name__
-        raise ValueError(f"out: expected a dict of {', '.join(map(repr, result))}, as the call returns, got {came}")
-    tensors: list[torch.Tensor] = []
-    program.take_apart({name: form[name] for name in result}, tensors)
-    return tensors
 
 
 def check_out(out: Sequence[torch.Tensor], forms: Sequence[tuple], device: torch.device) -> None:
@@ -205,7 +205,7 @@ class Prepared:
         driver = self._driver
         out, memory = given.out, given.workspace
         if out is not None:
-            out = in_order(out, given.form, self._build, len(self._outputs))
+            out = given.in_order(self._build, len(self._outputs))
             check_out(out, self._outputs, self._device)
         if memory is not None:
             check_workspace(memory, 4 * self._scratch_floats, self._device)

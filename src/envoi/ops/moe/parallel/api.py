@@ -16,10 +16,9 @@ from envoi.check import describe, expect_tensor
 from envoi.ops.moe import op
 from envoi.ops.moe.parallel import opening, regroup
 from envoi.ops.moe.parallel.collectives import complaint, refuse_together
-from envoi.ops.moe.parallel.counted import Counted
 from envoi.ops.moe.parallel.exchange import Dispatched, OnDevice, Owner, Rows, Team
 from envoi.ops.moe.parallel.load import Load, forget, load_of
-from envoi.ops.moe.parallel.nvlink import Domain, SharedLayout
+from envoi.ops.moe.parallel.nvlink import SharedLayout
 from envoi.ops.moe.parallel.placement import Placed, as_numbers, check_options, missing_experts, routed_offsets
 from envoi.ops.moe.parallel.registered import CLOSED, instances, moe_parallel
 from envoi.ops.moe.parallel.trace import STEP as TRACE
@@ -205,7 +204,7 @@ class ExpertParallel:
                 return copied(self._moe(tokens, routing), given)
             exchange = cast(OnDevice, self._exchange)
             exchange.check_lateness()
-            exchange.domain.pending = None
+            exchange.note(None)
             constants = "moe_parallel", routing.num_experts, self.num_sms, *op.constants_of(experts)
             arguments, tensors = self._call_on(tokens, routing)
             try:
@@ -268,7 +267,7 @@ class ExpertParallel:
             routing = Routing(*op.widened(routing.topk_weights, routing.topk_ids), self.num_experts)
         with self._lock, self._on_device():
             received = self._dispatch(rows, routing, refusal)
-            self._noted.pending = received
+            self._open_exchange().note(received)
         return Dispatched(*received[:3], tuple(tokens.shape), dtype, received)
 
     def combine(self, rows: torch.Tensor, handle: Dispatched, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -290,10 +289,10 @@ class ExpertParallel:
         if out is not None:
             opening.check_out(out, torch.empty(handle.shape, dtype=handle.dtype, device=self.experts.device))
         with self._lock, self._on_device():
-            exchange, noted = self._open_exchange(), self._noted
-            if noted.pending is not handle.received:  # where rows are counted, peers would expect other numbers of them
+            exchange = self._open_exchange()
+            if exchange.pending is not handle.received:  # where rows are counted, peers would expect other numbers
                 raise ValueError("handle: expected that of the last call, whose rows a later one hasn't replaced")
-            noted.pending = None
+            exchange.note(None)
             total = exchange.combine(rows, handle.received, by_others=True)
         self.check()
         total = total.to(handle.dtype).view(handle.shape)
@@ -464,7 +463,7 @@ class ExpertParallel:
     def _dispatch(self, tokens: torch.Tensor, routing: Routing, refusal: str) -> Rows:
         exchange = self._open_exchange()
         refusal = refusal or self._refusal(tokens, routing, self.experts)
-        self._noted.pending = None
+        exchange.note(None)
         if isinstance(exchange, OnDevice):
             exchange.check_lateness()
             device = exchange.domain.memory.device
@@ -480,12 +479,6 @@ class ExpertParallel:
         if self._exchange is None:
             raise ValueError(CLOSED)
         return self._exchange
-
-    @property
-    def _noted(self) -> Domain | Counted:
-        """Where the last dispatch is noted: with its rows' memory, which objects share, or in what counts rows."""
-        exchange = self._open_exchange()
-        return exchange.domain if isinstance(exchange, OnDevice) else exchange
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""

@@ -170,7 +170,7 @@ class Counted:
     def __init__(self, channel: Channel):
         """Let hosts wait for peers that compile, and end collectives that wait for a lost one, where NCCL sends."""
         self.lock, self.channel = threading.RLock(), channel
-        self.pending: Rows | None = None  # what the last call has dispatched, if it is to be combined
+        self.pending: Rows | None = None
         self.counts = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=channel.device.type == "cuda")
         self._done = torch.zeros(2, dtype=torch.int32, device=channel.device)
         self._ahead = torch.tensor([1, 0], dtype=torch.int32, device=channel.device)
@@ -180,6 +180,10 @@ class Counted:
             end = partial(collectives.end_collectives, channel.data)
             channel.watch.end = partial(in_background, end)  # NCCL takes a second for it
             oversee(self, self.counts, channel.watch, lambda: None)
+
+    def note(self, dispatched: Rows | None) -> None:
+        """Set `pending`."""
+        self.pending = dispatched
 
     def dispatch(
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str

@@ -160,6 +160,15 @@ class OnDevice:
         """Lock that a call holds: objects that share memory take turns."""
         return self.domain.lock
 
+    @property
+    def pending(self) -> Rows | None:
+        """Rows that the last call has dispatched, if they are to be combined; of all objects that share the memory."""
+        return self.domain.pending
+
+    def note(self, dispatched: Rows | None) -> None:
+        """Set `pending`."""
+        self.domain.pending = dispatched
+
     def dispatch(
         self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, team: Team, refusal: str
     ) -> Rows:
