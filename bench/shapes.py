@@ -55,6 +55,7 @@ MOE_OVER_RANKS = (
     *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
 )
 MOE_SKEW, MOE_ZIPF = 8.0, 1.2
+MOE_160 = (5120, 1536, 160, 8)  # DeepSeek-V2's sizes, with more experts a token
 # Where ranks share no memory: what NCCL's torch pipeline is compared with, and every format at 512 tokens.
 MOE_OVER_NCCL = (
     *((MOE_V4, m, "fp8_block128") for m in (64, 512, 2048)),
@@ -71,6 +72,7 @@ MOE_BY_HOST = (
 MOE_BLOCK_SCALED = (  # in fp8_block128, beside those of `MOE_OVER_RANKS`
     *((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192)),
     *(((h, i, experts // 2, k), m) for h, i, experts, k in (MOE_V4, MOE_SMALL) for m in (2048, 8192)),
+    *((MOE_160, m) for m in (64, 2048, 8192)),
     # Narrow experts, for which dispatch is a larger part of a call.
     *((sizes, 8192) for sizes in ((7168, 512, 256, 8), (4096, 1024, 256, 6), (2048, 512, 512, 10))),
 )
@@ -339,6 +341,7 @@ def _moe_cases() -> list[Case]:
         MoeShape(*MOE_V4, 2048, "fp8_block128", skew, zipf=zipf) for skew, zipf in ((MOE_SKEW, 0.0), (1.0, MOE_ZIPF))
     ]
     shapes.append(MoeShape(*MOE_V4, 2048, "mxfp4_fp8", zipf=MOE_ZIPF))
+    shapes.append(MoeShape(*MOE_160, 2048, "fp8_block128", zipf=MOE_ZIPF))
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in (*MOE_DECODE, *MOE_OF_PEERS)]
