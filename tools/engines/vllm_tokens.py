@@ -31,22 +31,19 @@ def main() -> int:
         "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
         "VLLM_USE_DEEP_GEMM": "0",
     }  # fmt: skip
-    from envoi.integrations import lines
-
     prompts = tokens.prompts_of(args)[int(os.environ.get(RANK, "0")) :: args.ranks]
     begun = time.time()
-    served, again = _serve(args, prompts)
-    # Not by a handler of the log: vLLM 0.33 takes foreign ones away when it starts.
-    if not tokens.runs_as_asked(sorted(lines._said), args.backend, time.time() - begun):
+    served, again, lines = _serve(args, prompts)
+    if not tokens.runs_as_asked(lines, args.backend, time.time() - begun):
         return 1
-    if os.environ.get(EXCHANGE) == "1" and not any("Envoi exchanges tokens" in text for text in lines._said):
+    if os.environ.get(EXCHANGE) == "1" and not any("Envoi exchanges tokens" in text for text in lines):
         print(f"FAILED: {EXCHANGE}=1, and vLLM exchanged the tokens")
         return 1
     return tokens.compare(args, prompts, served, again)
 
 
-def _serve(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[list[int]], bool]:
-    """Return the greedy tokens of each prompt, and whether a second run gives the same."""
+def _serve(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[list[int]], bool, list[str]]:
+    """Return the greedy tokens of each prompt, whether a second run gives the same, and what Envoi said."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(
@@ -64,7 +61,16 @@ def _serve(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[lis
         return [list(x.outputs[0].token_ids) for x in found]
 
     first = run()
-    return first, run() == first
+    # Not by a handler of the log: vLLM 0.33 takes foreign ones away when it starts.
+    said: list[list[str]] = llm.collective_rpc(_said)
+    return first, run() == first, sorted({line for lines in said for line in lines})
+
+
+def _said(worker: object) -> list[str]:
+    """Return Envoi's lines of this process, in which a worker of vLLM runs: of several ranks it is one of its own."""
+    from envoi.integrations import lines
+
+    return sorted(lines._said)
 
 
 if __name__ == "__main__":
