@@ -88,8 +88,11 @@ def indexer_topk(draw: Draw) -> Case:
 
 def drawn(draw: Draw, kind: str) -> Given:
     """Draw the tensors and options."""
-    requests, heads, next_n = draw.random.randint(0, draw.most(2, 4, 8)), draw.one(HEADS), draw.one((1, 1, 2, 3))
-    k, most = draw.one((1, 16, 128, 200, 256, 512, 512, 1024, 1500, 2048)), draw.most(640, 1400, 6000)
+    form = draw.form
+    heads, next_n = form.one(HEADS), form.one((1, 1, 2, 3))
+    k, most = form.one((1, 16, 128, 200, 256, 512, 512, 1024, 1500, 2048)), draw.most(640, 1400, 6000)
+    in_fp4 = form.chance(0.3)
+    requests = draw.random.randint(0, draw.most(2, 4, 8))
     lengths = [draw.one((0, 1, 64, 65, k - 1, k, k + 1, k + 65, draw.random.randint(1, most))) for _ in range(requests)]
     lengths = [min(length, most) for length in lengths]
     width = max([1, *(-(-length // PAGE) for length in lengths)]) + draw.one((0, 0, 3))
@@ -97,7 +100,7 @@ def drawn(draw: Draw, kind: str) -> Given:
     rows = requests * next_n
     q, values, scales, weights = tensors(draw, kind, rows, heads, num_pages)
     factors = None
-    if draw.chance(0.3):
+    if in_fp4:
         values, factors = keys_in_fp4(draw, kind, num_pages)
     mode = "fast" if factors is not None else draw.one(("exact", "fast"))
     pages = draw.uniform(num_pages).argsort().tolist()

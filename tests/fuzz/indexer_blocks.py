@@ -17,7 +17,7 @@ def indexer_blocks(draw: Draw) -> Case:
     """Draw a case: both levels of a call."""
     kind = draw.one(indexer.KINDS)
     given = replace(indexer.drawn(draw, kind), mode="fast")
-    block, num = draw.one((8, 8, 16, 32, 64, 128)), draw.one((1, 3, 16, 40, 200, 2048))
+    block, num = draw.form.one((8, 8, 16, 32, 64, 128)), draw.form.one((1, 3, 16, 40, 200, 2048))
     device = draw.device
     q = draw.placed(given.q.view(torch.float8_e4m3fn), draw.one(("plain", "rows")))
     lengths = torch.tensor(given.lengths, dtype=torch.int32, device=device)
