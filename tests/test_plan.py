@@ -84,3 +84,20 @@ def test_what_is_refused():
         envoi.plan(envoi.gemm, a, a)
     with pytest.raises(ValueError, match="expected arguments like the planned ones"):
         envoi.plan(envoi.gemm, a, meta(64, 256)).run(meta(63, 256), meta(64, 256))
+    with pytest.raises(ValueError, match="gemm: expected arguments of the operator, got others"):
+        envoi.plan(envoi.gemm, a, 3)
+
+
+def test_wrong_names_are_those_of_the_planned_call():
+    sides = meta(64, 512), meta(32, 512)
+    made = envoi.plan(envoi.route, *sides, 4)
+    for call in (
+        lambda **named: envoi.plan(envoi.route, *sides, 4, **named),
+        lambda **named: made.run(*sides, 4, **named),
+    ):
+        with pytest.raises(TypeError, match=r"^plan of route\(\) got an unexpected keyword argument 'tokenz'"):
+            call(tokenz=1)
+    with pytest.raises(TypeError, match=r"^plan of route\(\) missing 1 required positional argument: 'k'"):
+        envoi.plan(envoi.route, *sides)
+    with pytest.raises(TypeError, match=r"^plan of moe\(\) got an unexpected keyword argument 'tokenz'"):
+        envoi.plan(envoi.moe, *layer(64), tokenz=1)

@@ -58,13 +58,14 @@ def plan(
     num_sms: multiprocessors that the call may take; default: all of the GPU, or an H200's.
 
     Example: `envoi.plan(envoi.moe, tokens, routing, experts).workspace_bytes`.
-    Raises ValueError for another function, for arguments that the operator refuses, and for tensors on a CPU.
+    Raises ValueError for another function, for arguments that the operator refuses, and for tensors on a CPU; TypeError
+    for names that the operator doesn't have.
     """
     listed = getattr(function, "listed", None)
     if listed is None:
         raise ValueError(f"function: expected an operator such as envoi.gemm, got {function!r}")
     found = listed(*arguments, **named)
-    if found is None:
+    if found is None or not all(x is None or isinstance(x, torch.Tensor) for x in found[1]):
         raise ValueError(f"{function.__name__}: expected arguments of the operator, got others")
     tensors = found[1]
     device = next(x for x in tensors if x is not None).device

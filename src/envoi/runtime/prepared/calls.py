@@ -334,6 +334,8 @@ def prepared(listed: Callable[..., Listed]) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         name = function.__name__
+        # Python's error of wrong arguments, which only a plan shows, names the call that the user wrote.
+        listed.__qualname__ = f"plan of {name}"
 
         def run(arguments: tuple, named: dict[str, Any], num_sms: int | None, given: Given) -> Any:
             if not unwatched():
