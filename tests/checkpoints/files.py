@@ -91,7 +91,7 @@ def separate(
     stored, stored_sf: change the tensors' types or shapes last. scales: adds the tensors of a matrix's scale beside, by
     the last parts of their names, and returns what it multiplies by.
     """
-    files = beside(config, prefix, block)
+    files = beside(config | ({"hidden_size": hidden} if "hidden_size" in config else {}), prefix, block)
     shapes = (inter, hidden), (inter, hidden), (hidden, inter)
     for layer in LAYERS:
         meant = []

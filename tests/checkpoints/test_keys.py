@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 import envoi
 from envoi.experts import from_checkpoint
-from tests.checkpoints.files import CASES, EXPERTS, HIDDEN, floats
+from tests.checkpoints.files import CASES, EXPERTS, HIDDEN, INTER, floats
 from tests.checkpoints.files import silu as config_of
 from tests.helpers.accuracy import relative_error
 
@@ -174,13 +174,19 @@ def test_ordinary_keys_pass(folder):
     assert from_checkpoint(saying(folder, **latents), 1, [0]).hidden == HIDDEN
 
 
-@pytest.mark.parametrize("case", ["compressed_mxfp4", "gpt_oss", "gpt_oss_bf16", "granitemoe"])
-def test_the_hidden_size_of_latent_experts(case, tmp_path):
-    files = CASES[case].make()
-    files.config["routed_expert_hidden_size"] = HIDDEN
-    assert from_checkpoint(files.write(tmp_path), 1, [0]).hidden == HIDDEN
-    files.config["routed_expert_hidden_size"] = HIDDEN + 64
-    with pytest.raises(ValueError, match="routed_expert_hidden_size: expected the hidden size of .*, got 320"):
+SIZES = {"routed_expert_hidden_size": HIDDEN, "hidden_size": HIDDEN, "moe_intermediate_size": INTER}
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("case", ["compressed_mxfp4", "gpt_oss", "gpt_oss_bf16", "granitemoe", "jamba"])
+def test_sizes_are_those_of_the_files(case, key, tmp_path):
+    files, size = CASES[case].make(), SIZES[key]
+    files.config[key] = size
+    experts = from_checkpoint(files.write(tmp_path), 1, [0])
+    assert (experts.hidden, experts.intermediate) == (HIDDEN, INTER)
+    files.config[key] = size + 64
+    what = "intermediate" if size == INTER else "hidden"
+    with pytest.raises(ValueError, match=rf"config.json: {key}: expected the {what} size of .*, got {size + 64}"):
         from_checkpoint(files.write(tmp_path), 1, [0])
 
 

@@ -2,6 +2,7 @@
 what they compute."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,21 @@ OTHERS = {
     "llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them",
     "muse_spark": "each expert's output is normalised before it is weighted, which Envoi doesn't do",
 }
+# The experts' alone: intermediate_size is theirs in some families, and that of dense layers in others.
+INTERMEDIATE = "moe_intermediate_size"
 W13_IN_TURN = ("inkling", "inkling2")  # families with gate and up rows in turn in w13_weight
 
 
 @dataclass(frozen=True)
 class Config:
-    """Experts of a layer: see the module. num_experts: None if config.json doesn't say. latent: the key that gives the
-    experts a hidden size of their own, and the size; None if they have the model's."""
+    """Experts of a layer: see the module. num_experts: None if config.json doesn't say. hidden, intermediate: the key
+    that gives the experts' size, and the size; None if no key is known to be theirs."""
 
     file: Path
     family: str
     num_experts: int | None
-    latent: tuple[str, int] | None
+    hidden: tuple[str, int] | None
+    intermediate: tuple[str, int] | None
     activation: str
     swiglu_limit: float | None
     quantisation: Quantisation | None
@@ -53,11 +57,14 @@ def read_config(folder: Path, layer: int) -> Config:
         raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
     activation, limit = read_activation(file, family, config, layer)
     counts = [config[key] for key in COUNTS if type(config.get(key)) is int]
-    latents = [(key, config[key]) for key in LATENT if config.get(key) is not None]
+    hidden, intermediate = _size(config, (*LATENT, "hidden_size")), _size(config, (INTERMEDIATE,))
     return Config(
-        file, family, counts[0] if counts else None, latents[0] if latents else None, activation, limit,
-        read_entries(file, given),
-    )  # fmt: skip
+        file, family, counts[0] if counts else None, hidden, intermediate, activation, limit, read_entries(file, given)
+    )
+
+
+def _size(config: dict[str, Any], keys: Iterable[str]) -> tuple[str, int] | None:
+    return next(((key, config[key]) for key in keys if type(config.get(key)) is int), None)
 
 
 def read_quantisation(folder: Path) -> Quantisation | None:

@@ -85,7 +85,7 @@ def load_layer(
         have = _count(shards, named)
         raise ValueError(f"{config.file}: expected {have} experts, as the files have of layer {layer}, got {count}")
     _check_gate(shards, config, named)
-    _check_hidden(shards, config, named)
+    _check_sizes(shards, config, named)
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:
@@ -118,22 +118,25 @@ def _check_gate(shards: Shards, config: Config, named: Separate | Stacked) -> No
     raise ValueError(f"{shards.path}: {name}: expected a tensor of this name, as the activation has a gate, got none")
 
 
-def _check_hidden(shards: Shards, config: Config, named: Separate | Stacked) -> None:
-    """Raise ValueError if config.json gives the experts another hidden size than the matrices of down have."""
-    if config.latent is None:
-        return
-    key, size = config.latent
-    if isinstance(named, Stacked):
-        names = [named.down + "_blocks" * named.blocks]
-    else:
-        names = [named.name(named.ids[0], named.down, part) for part in ("weight_packed", "qweight", "weight")]
-    name = next((name for name in names if name in shards.file_of), names[-1])
-    shape = shards.header(name)[1]
-    sizes = shape[1:] if isinstance(named, Stacked) else shape[:1]
-    if name.endswith("qweight"):  # transposed, with the one side or the other by eights
-        sizes = shape[1], shape[1] * 8
-    if size not in sizes:
-        raise ValueError(f"{config.file}: {key}: expected the hidden size of {name} {list(shape)}, got {size}")
+def _check_sizes(shards: Shards, config: Config, named: Separate | Stacked) -> None:
+    """Raise ValueError if config.json gives the experts another hidden or intermediate size than the files have."""
+    up = named.gate_up if isinstance(named, Stacked) else named.up
+    for what, given, matrix in (("hidden", config.hidden, named.down), ("intermediate", config.intermediate, up)):
+        if isinstance(named, Stacked):
+            names = [matrix + "_blocks" * named.blocks]
+        else:
+            names = [named.name(named.ids[0], matrix, part) for part in ("weight_packed", "qweight", "weight")]
+        name = next((name for name in names if name in shards.file_of), None)
+        if given is None or name is None:  # a matrix that isn't there is missed where it is read
+            continue
+        (key, size), shape = given, shards.header(name)[1]
+        sizes = shape[1:] if isinstance(named, Stacked) else shape[:1]
+        if name.endswith("qweight"):  # transposed, with the one side or the other by eights
+            sizes = *shape[1:], *(8 * columns for columns in shape[1:])
+        if matrix == up and isinstance(named, Stacked):
+            sizes = [rows / 2 for rows in sizes]  # of gate and up
+        if size not in sizes:
+            raise ValueError(f"{config.file}: {key}: expected the {what} size of {name} {list(shape)}, got {size}")
 
 
 def _expect_ids(experts: Iterable[int] | None, count: int) -> Sequence[int]:
