@@ -1,5 +1,6 @@
 """Refusals name the argument, what was expected and what was given."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -115,14 +116,19 @@ def test_files_to_write(tmp_path, monkeypatch):
 
 
 def test_numbers_that_float32_cannot_hold():
-    assert check.expect_float32("x", 2) == 2.0
-    refused("x: expected a number that float32 can hold, got 1e+39", check.expect_float32, "x", 1e39)
+    largest = torch.finfo(torch.float32).max
+    for value in (2, -largest, largest):
+        assert check.expect_float32("x", value) == value
     text = "x: expected a number that float64 can hold, got an int of more digits"
     refused(text, check.expect_float32, "x", 10**400)
     with pytest.raises(ValueError, match="^alpha: expected a number that float"):
         envoi.route(torch.zeros(2, 8), torch.zeros(4, 8), 2, alpha=10**400)
-    with pytest.raises(ValueError, match="^rule.routed_scale: expected a number that float32 can hold"):
-        envoi.router.Rule(routed_scale=1e300)
+    for value in (1e39, -1e300, math.nan, math.inf, -math.inf):
+        refused(f"x: expected a finite number that float32 can hold, got {value}", check.expect_float32, "x", value)
+        with pytest.raises(ValueError, match="^alpha: expected a finite number that float32 can hold"):
+            envoi.route(torch.zeros(2, 8), torch.zeros(4, 8), 2, alpha=value)
+        with pytest.raises(ValueError, match="^rule.routed_scale: expected a finite number"):
+            envoi.router.Rule(routed_scale=value)
 
 
 @pytest.mark.parametrize("name", ["return_logits", "return_dense", "return_counts"])

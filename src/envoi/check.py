@@ -99,10 +99,10 @@ def expect_number(name: str, value: Any) -> float:
 
 
 def expect_float32(name: str, value: Any) -> float:
-    """Return `value` as a float if it is a number that float32 can hold; else raise ValueError."""
+    """Return `value` as a float if it is a finite number that float32 can hold; else raise ValueError."""
     number = expect_number(name, value)
-    if not fits_float32(number):
-        raise ValueError(f"{name}: expected a number that float32 can hold, got {number}")
+    if not abs(number) <= torch.finfo(torch.float32).max:  # a NaN neither
+        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {number}")
     return number
 
 

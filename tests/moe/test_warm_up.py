@@ -440,7 +440,7 @@ def test_the_command_needs_a_gpu_or_an_architecture(monkeypatch, capsys):
         ({"gate": torch.zeros(8, 64), "k": 2}, r"router: gate: expected .* \[num_experts, 128\], got float32"),
         ({"gate": torch.zeros(8, 128), "k": 2, "rule": "deepseek-v3x"}, "router: rule: expected one of"),
         ({"gate": torch.zeros(8, 128), "k": 9}, "router: k: expected at most num_experts = 8, got 9"),
-        ({"gate": torch.zeros(8, 128), "k": 2, "alpha": 1e39}, "router: alpha: expected a number that float32 can"),
+        ({"gate": torch.zeros(8, 128), "k": 2, "alpha": 1e39}, "router: alpha: expected a finite number that"),
         ({"gate": torch.zeros(8, 128), "k": 2, "return_counts": 1}, "router: return_counts: expected True or False"),
     ],
 )

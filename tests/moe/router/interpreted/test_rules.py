@@ -57,7 +57,7 @@ def test_biases_and_alpha(rule):
         got = one.route()
         judge_logits(replace(one, logit_bias=None if one.logit_bias is None else one.logit_bias.float()), got.logits)
         judge(one, got)
-    nothing = replace(given, alpha=float("nan")).route()
+    nothing = replace(given, logit_bias=torch.full((40,), torch.nan)).route()
     assert bool((nothing.topk_ids == -1).all())
     assert bool((nothing.topk_weights == 0).all())
     assert nothing.expert_offsets.tolist() == [0] * 41
