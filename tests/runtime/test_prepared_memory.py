@@ -237,6 +237,31 @@ def test_replays_take_outs_by_their_names(hopper):
             envoi.gemm(a, b, once_and_twice, out=other)
 
 
+@envoi.epilogue
+def twice_and_once(acc):
+    return 2.0 * acc, acc
+
+
+def test_names_are_refused_where_the_call_has_none(hopper):
+    """In the order of a dict's names the outputs would be under each other's."""
+    a, b, out = *sides(), {"once": torch.empty(64, 128).bfloat16(), "twice": torch.empty(64, 128).bfloat16()}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out: expected tuple, as the call returns, got a dict of 'once', 'twice'"):
+            envoi.gemm(a, b, twice_and_once, out=out)
+        prepare(envoi.gemm, (a, b, twice_and_once))
+    twice, once = envoi.gemm(a, b, twice_and_once, out=[out["twice"], out["once"]])
+    assert twice is out["twice"] and once is out["once"]
+
+
+def test_replays_compare_what_a_dataclass_says(hopper):
+    call = route_cases(3, 64, 2048, 4)["route-all"].arguments(0)[0]
+    prepare(envoi.route, call)
+    out = envoi.Routing(torch.empty(3, 4), torch.empty(3, 4, dtype=torch.int32), 65)
+    with pytest.raises(ValueError, match="^out.num_experts: expected 64, as the call returns, got 65"):
+        envoi.route(*call, out=out)
+    assert replays(hopper, envoi.route, *call)
+
+
 def test_outs_share_no_memory(hopper):
     whole = torch.empty(2 * 64 * 128, dtype=torch.bfloat16)
     first, second = whole[: 64 * 128].view(64, 128), whole[64 * 64 :][: 64 * 128].view(64, 128)

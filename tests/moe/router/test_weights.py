@@ -106,6 +106,18 @@ def test_out_of_another_dtype_is_refused():
         route(tokens, gate, 4, weights_dtype=torch.float16, out=out)
 
 
+def test_out_that_says_something_else_is_refused():
+    """Else the caller's Routing would send tokens to experts that it doesn't know, or have logits as weights."""
+    tokens, gate = make(12, 32)
+    two = torch.empty(12, 4), torch.empty(12, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^out.num_experts: expected 32, as the call returns, got 16"):
+        route(tokens, gate, 4, out=Routing(*two, 16))
+    out = Routing(*two, 32, dense=torch.empty(12, 32))
+    with pytest.raises(ValueError, match=r"^out.logits: expected float32 \[12, 32\], as the call returns, got None"):
+        route(tokens, gate, 4, return_logits=True, out=out)
+    assert route(tokens, gate, 4, return_dense=True, out=out).num_experts == out.num_experts
+
+
 def test_a_layer_takes_weights_of_fewer_bits():
     source = torch.Generator().manual_seed(2)
     tokens, gate = (x.bfloat16() for x in make(12, 8, 64))

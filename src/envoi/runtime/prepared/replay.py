@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from envoi.check import expect_tensor
+from envoi.check import describe, expect_tensor
 from envoi.runtime import launch as launcher
 from envoi.runtime import program, workspace
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, MAP_BYTES, Attribute, LaunchConfig, attributes_of
@@ -119,18 +119,40 @@ class Given(NamedTuple):
         """Return the tensors of `out`, which is there, in the order of the call's: those of a dict by their names.
 
         build: makes the call's result of its `count` tensors; another number of them is for `check_out` to refuse.
-        Raises ValueError for a dict of other names.
+        Raises ValueError for a dict of other names, or where the call returns none, and for a dataclass that says
+        something else than the call's.
         """
         out, form = cast(Sequence[torch.Tensor], self.out), self.form
-        result = build(out) if len(out) == count else None
-        if not isinstance(result, dict):
+        if len(out) != count or form is None or isinstance(form, torch.Tensor):
             return out
-        if not (isinstance(form, dict) and form.keys() == result.keys()):
-            came = f"a dict of {', '.join(map(repr, form))}" if isinstance(form, dict) else type(form).__name__
-            raise ValueError(f"out: expected a dict of {', '.join(map(repr, result))}, as the call returns, got {came}")
+        result = build(out)
+        if not (isinstance(result, dict) or isinstance(form, dict)):
+            if type(form) is type(result) and not isinstance(form, tuple | list):
+                _check_fields(form, result)
+            return out
+        if not (isinstance(result, dict) and isinstance(form, dict) and form.keys() == result.keys()):
+            raise ValueError(f"out: expected {_said(result)}, as the call returns, got {_said(form)}")
         tensors: list[torch.Tensor] = []
         program.take_apart({name: form[name] for name in result}, tensors)
         return tensors
+
+
+def _check_fields(form: Any, result: Any) -> None:
+    """Raise ValueError unless a dataclass equals the call's, which is made of its tensors."""
+    for name, want in vars(result).items():
+        came = getattr(form, name)
+        if came is want or not (_is_tensor(came) or _is_tensor(want) or came != want):
+            continue
+        want, came = (describe(x) if _is_tensor(x) else repr(x) for x in (want, came))
+        raise ValueError(f"out.{name}: expected {want}, as the call returns, got {came}")
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _said(form: Any) -> str:
+    return f"a dict of {', '.join(map(repr, form))}" if isinstance(form, dict) else describe(form)
 
 
 NOTHING_GIVEN = Given()
