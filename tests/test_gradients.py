@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 import envoi
 from envoi.epilogues import Col, Scalar
+from envoi.ops.moe.parallel import opening
 from envoi.quant import quantize
 from tests.moe.layers import make
 from tools.oracles.indexer_workloads import one
@@ -115,6 +116,31 @@ def test_a_derivative_is_refused(call, place):
         torch.func.grad(total)(given[place])
     with pytest.raises(ValueError, match=f"^{name}: expected a tensor without gradients, .*is differentiated"):
         torch.func.jvp(total, (given[place],), (torch.ones_like(given[place]),))
+
+
+EXPERTS = envoi.experts.pack(LAYER.gate_up, LAYER.down)
+OUTS: dict[str, tuple[Callable, str]] = {
+    "gemm": (lambda out: envoi.gemm(X, torch.ones(4, 8), out=out), "out"),
+    "grouped_gemm": (
+        lambda out: envoi.grouped_gemm(X, torch.ones(2, 4, 8), torch.tensor([0, 1, 3], dtype=torch.int32), out=out),
+        "out",
+    ),
+    "route": (lambda out: envoi.route(X, torch.ones(4, 8), 2, out=out), "out, tensor 0"),
+    "moe": (lambda out: envoi.moe(LAYER.tokens, LAYER.routing, EXPERTS, out=out), "out"),
+    "combine": (lambda out: opening.check_out(out, LAYER.tokens), "out"),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_an_out_that_requires_grad_is_refused(name):
+    call, said = OUTS[name]
+    out = LAYER.tokens.clone() if name == "combine" else call(None)
+    first = out.topk_weights if isinstance(out, envoi.Routing) else out
+    first.requires_grad_()
+    with pytest.raises(ValueError, match=f"^{said}: expected a tensor without gradients, got .* that requires grad"):
+        call(out)
+    with torch.no_grad():
+        assert call(out) is None or torch.isfinite(first).all()
 
 
 def test_a_tangent_is_refused_where_gradients_are_off():

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from envoi.check import describe, expect_tensor
+from envoi.check import describe, expect_no_gradients, expect_tensor
 from envoi.runtime import launch as launcher
 from envoi.runtime import program, workspace
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, MAP_BYTES, Attribute, LaunchConfig, attributes_of
@@ -159,11 +159,15 @@ NOTHING_GIVEN = Given()
 
 
 def check_out(out: Sequence[torch.Tensor], forms: Sequence[tuple], device: torch.device) -> None:
-    """Raise ValueError unless these are tensors of these (shape, strides, dtype), on 16 bytes, that share no memory."""
+    """Raise ValueError unless these are tensors of these (shape, strides, dtype), on 16 bytes, that share no memory.
+
+    Nor may autograd go through them.
+    """
     if len(out) != len(forms):
         raise ValueError(f"out: expected {len(forms)} tensors, got {len(out)}")
-    for i, (x, (shape, strides, dtype)) in enumerate(zip(out, forms, strict=True)):
-        name = "out" if len(out) == 1 else f"out, tensor {i}"
+    names = ["out"] if len(out) == 1 else [f"out, tensor {i}" for i in range(len(out))]
+    expect_no_gradients(names, out)
+    for name, x, (shape, strides, dtype) in zip(names, out, forms, strict=True):
         expect_tensor(name, x, dtype, shape, device)
         apart = any(n > 1 and a != b for n, a, b in zip(shape, x.stride(), strides, strict=True))
         if x.numel() and (apart or x.data_ptr() % ALIGNMENT):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from envoi.check import describe, expect_divisible, expect_int, expect_tensor
+from envoi.check import describe, expect_divisible, expect_int, expect_no_gradients, expect_tensor
 from envoi.estimates.exchange import BETWEEN_HOSTS, WITHIN_A_HOST, gathering_pays, presum_pays
 from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.ops.moe.parallel import collectives, nvlink
@@ -144,6 +144,7 @@ def check_results(name: str, results: Any, hidden: int, presum: bool | None) -> 
 def check_out(out: torch.Tensor, tokens: torch.Tensor) -> None:
     """Raise ValueError unless a call on these tokens can write its result there."""
     expect_tensor("out", out, tokens.dtype, tokens.shape, tokens.device)
+    expect_no_gradients(("out",), (out,))
     if not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
         raise ValueError("out: expected a contiguous tensor at a multiple of 16 bytes, got another")
 
