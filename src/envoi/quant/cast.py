@@ -132,16 +132,26 @@ def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64).
 
-    Raises ValueError for anything but a QuantTensor, and another dtype.
+    A number that rounds up to 2^128, of 2.98e38 and more in "mxfp4" and 3.3e38 and more in "mxfp8", is that in float64
+    and infinite in float32, which ends just below.
+    Raises ValueError for anything but a QuantTensor, parts of it that aren't tensors or don't fit, and another dtype.
     """
     if not isinstance(q, QuantTensor):
         raise ValueError(f"q: expected a QuantTensor, got {describe(q)}")
+    expect_tensor("q.values", q.values, (torch.float8_e4m3fn, torch.uint8))
+    for name, part in (("sf", q.sf), ("scale", q.scale), ("zeros", q.zeros)):
+        if name == "sf" or part is not None:
+            expect_tensor(f"q.{name}", part, device=q.values.device)
+    if q.values.dim() < 2:
+        raise ValueError(f"q.values: expected [.., R, C], got {describe(q.values)}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
     rows, columns = q.shape[-2:]
     wanted = (*q.shape[:-2], -(-rows // q.group[0]), -(-columns // q.group[1]))
     if q.order == "rows" and tuple(q.sf.shape) != wanted:
         raise ValueError(f"q.sf: expected {list(wanted)}, a factor for each group, got {describe(q.sf)}")
+    if q.scale is not None and q.scale.numel() != 1:
+        expect_tensor("q.scale", q.scale, None, q.shape[:-1])
     if torch.compiler.is_compiling():
         return _compiled_dequantize(q.values, q.sf, q.scale, list(q.group), q.order, dtype, q.zeros)
     return _dequantize(q, dtype)
