@@ -117,6 +117,11 @@ GATE_UP, DOWN = weights()
         ("gate_up: expected bfloat16 or float16 or float32 .*, got int8", {"gate_up": GATE_UP.to(torch.int8)}),
         ("gate_up.shape.1.: expected 2 . intermediate, an even number, got 255", {"gate_up": GATE_UP[:, :255]}),
         ("down: expected .* .2, 256, 128., got bfloat16 .2, 128, 256.", {"down": DOWN.transpose(1, 2)}),
+        # Before all of the weights are looked at, which bf16 would round.
+        ("down: expected .* .2, 256, 128., got float32 .2, 128, 256.",
+         {"gate_up": GATE_UP.float() / 3, "down": DOWN.float().transpose(1, 2)}),
+        ("down_bias: expected .* .2, 256., got float32 .2, 255.",
+         {"gate_up": GATE_UP.float() / 3, "gate_up_bias": torch.zeros(2, 256), "down_bias": torch.zeros(2, 255)}),
         ("gate_up_bias, down_bias: expected both or neither", {"gate_up_bias": torch.zeros(2, 256)}),
         ("down_bias: expected .* .2, 256., got float32 .2, 255.",
          {"gate_up_bias": torch.zeros(2, 256), "down_bias": torch.zeros(2, 255)}),

@@ -94,8 +94,8 @@ def pack(
     parts = 2 if gated and gate_up_layout == "concat" else 1
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, gate_up_zeros, "gate_up", block, parts, format)
     given = gate_up, (down := _stored(down, down_sf, down_scale, down_zeros, "down", block, 1, format))
+    _check_shapes(gate_up, down, gate_up_bias, down_bias, gated)
     chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
-    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
     if padding:
         sides = (gate_up, gate_up_sf), (down, down_sf)
@@ -128,10 +128,15 @@ def expect_block(given: tuple[int, int] | None) -> tuple[int, int] | None:
 def _choose(
     format: str, gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str, requantize: bool
 ) -> tuple[Format, int]:
-    """Return the format to pack in, which may be "auto", and the `padding_of` that it needs."""
+    """Return the format to pack in, where "auto" is given too, and the `padding_of` that it needs.
+
+    Raises ValueError if no format, or not this one, can have these weights' sizes and numbers.
+    """
     padding = padding_of(gate_up, down, block, activation)
     chosen = format_named(format_of(gate_up, down, padding, requantize) if format == AUTO else format)
-    return chosen, padding if chosen.weights == BLOCKS else 0
+    padding = padding if chosen.weights == BLOCKS else 0
+    check_sizes(down.shape[1], down.shape[2] + padding, chosen)
+    return chosen, padding
 
 
 def padding_of(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str) -> int:
@@ -447,7 +452,7 @@ def _unfit(hidden: int, intermediate: int, format: Format) -> str:
     return ""
 
 
-def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool, padding: int) -> None:
+def _check_shapes(gate_up, down, gate_up_bias, down_bias, gated: bool) -> None:
     _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate" if gated else "intermediate", "hidden"))
     num_experts, rows, hidden = gate_up.shape
     if gated and rows % 2:
@@ -456,7 +461,6 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated:
     _expect_matrix("down", down, (num_experts, hidden, intermediate), gate_up.device)
     if isinstance(gate_up, QuantTensor) != isinstance(down, QuantTensor):
         raise ValueError(f"gate_up, down: expected both quantised or neither, got {_said(gate_up)} and {_said(down)}")
-    check_sizes(hidden, intermediate + padding, format)
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("gate_up_bias, down_bias: expected both or neither, got one of them")
     if gate_up_bias is not None:
