@@ -1,22 +1,31 @@
 """`integrations.prometheus`: what a scrape reads, of layers that have counted and of one that hasn't."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any, cast
 
 import prometheus_client
 import pytest
 import torch
 
+from envoi import ExpertParallel
 from envoi.integrations.prometheus import LoadMetrics
-from envoi.ops.moe.parallel.load import empty_history, forget, load_of, note
+from envoi.ops.moe.parallel.load import Load, empty_history, forget, load_of, note
 from envoi.ops.moe.parallel.placement import Placed
+
+
+def loaded(load: Callable[[], Load]) -> Any:
+    """Make an `ExpertParallel` that has a load alone."""
+    parallel = cast(Any, object.__new__(ExpertParallel))
+    parallel.load = load
+    return parallel
 
 
 def counting(offsets: list[int]) -> tuple[Any, Any]:
     """Make what stands for an `ExpertParallel`, whose `load` counts as the real one does, and the function to count."""
     history = empty_history(offsets[-1], torch.device("cpu"))
-    parallel = SimpleNamespace(load=lambda: load_of(history, offsets))
-    return parallel, lambda *tokens: note(history, torch.tensor(tokens, dtype=torch.int32))
+    return loaded(lambda: load_of(history, offsets)), lambda *tokens: note(
+        history, torch.tensor(tokens, dtype=torch.int32)
+    )
 
 
 def scrape(registry: prometheus_client.CollectorRegistry) -> dict[str, float]:
@@ -27,7 +36,7 @@ def scrape(registry: prometheus_client.CollectorRegistry) -> dict[str, float]:
 def test_a_scrape_has_the_counts_of_the_last_update():
     registry = prometheus_client.CollectorRegistry()
     (first, count), (second, _) = counting([0, 1, 3]), counting([0, 2, 4])
-    metrics = LoadMetrics(cast(Any, {"layers.0": first, "layers.1": second}), registry)
+    metrics = LoadMetrics({"layers.0": first, "layers.1": second}, registry)
     assert scrape(registry) == {}
     count(2, 1, 1)
     count(6, 0, 2)
@@ -51,8 +60,8 @@ def test_a_placement_has_samples_of_experts_where_they_are():
     registry, history = prometheus_client.CollectorRegistry(), empty_history(4, torch.device("cpu"))
     placement = [0, 1, 1, -1]
     placed = Placed.on(torch.device("cpu"), placement, 2, 0)
-    parallel = SimpleNamespace(load=lambda: load_of(history, [0, 2, 4], placed, tuple(placement)))
-    metrics = LoadMetrics(cast(Any, {"layers.0": parallel}), registry)
+    parallel = loaded(lambda: load_of(history, [0, 2, 4], placed, tuple(placement)))
+    metrics = LoadMetrics({"layers.0": parallel}, registry)
 
     def tokens() -> dict[str, float]:
         note(history, torch.tensor([5, 2, 3, 0], dtype=torch.int32))
@@ -93,3 +102,14 @@ def test_a_second_exporter_needs_a_registry_of_its_own():
     LoadMetrics({}, registry)
     with pytest.raises(ValueError, match="Duplicated"):
         LoadMetrics({}, registry)
+
+
+def test_layers_that_are_none_are_refused_before_the_registry_has_gauges():
+    registry, (parallel, _) = prometheus_client.CollectorRegistry(), counting([0, 2])
+    for layers, message in (
+        ([parallel], "^layers: expected a mapping of names to ExpertParallel, got list"),
+        ({"a": parallel, "b": None}, r"^layers\['b'\]: expected an ExpertParallel, got NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoadMetrics(cast(Any, layers), registry)
+    LoadMetrics({"a": parallel}, registry)

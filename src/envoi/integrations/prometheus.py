@@ -6,6 +6,7 @@ import prometheus_client
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from envoi.check import describe
 from envoi.ops.moe.parallel import ExpertParallel
 
 
@@ -25,7 +26,8 @@ class LoadMetrics(Collector):
     The files of prometheus-client's multiprocess mode hold no samples of collectors, so there too the registry is
     scraped at a port of its own.
     layers: by name, read at each `update`. registry: where the gauges are registered, prometheus-client's own by
-    default. Raises ValueError, from prometheus-client, if it has gauges of these names already.
+    default. Raises ValueError for layers that aren't such a mapping, and, from prometheus-client, if it has gauges of
+    these names already.
     """
 
     def __init__(
@@ -33,6 +35,11 @@ class LoadMetrics(Collector):
         layers: Mapping[str, ExpertParallel],
         registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
     ) -> None:
+        if not isinstance(layers, Mapping):
+            raise ValueError(f"layers: expected a mapping of names to ExpertParallel, got {describe(layers)}")
+        for name, parallel in layers.items():
+            if not isinstance(parallel, ExpertParallel):
+                raise ValueError(f"layers[{name!r}]: expected an ExpertParallel, got {describe(parallel)}")
         self._layers = layers
         self._gauges = _gauges()
         registry.register(self)
