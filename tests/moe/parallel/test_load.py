@@ -61,6 +61,20 @@ def test_a_busy_layer_names_its_rank_and_expert():
     )
 
 
+def test_a_bound_is_never_below_the_mean():
+    """Most calls, even or small ones, don't decide: the rank with the most tokens does."""
+    for rows, calls in (
+        ([[10, 10], [10, 10], [9, 12]], 3),
+        ([[6, 5], [6, 5], [0, 100]], 1),
+        ([[3, 3]], 1),
+    ):
+        found = Load(torch.tensor(rows, dtype=torch.int32), (0, 1, 2)).busiest()
+        assert found is not None
+        totals = torch.tensor(rows).sum(0)
+        assert (found.rank, found.rank_calls) == (int(totals.argmax()), calls)
+        assert found.rank_load == pytest.approx(float(totals.max() / totals.float().mean())) and found.rank_load >= 1
+
+
 def run_calls(rank: int, num_ranks: int, way: str) -> tuple[list, list, str]:
     """Make three calls, of which the host refuses the second one; return the last rows of the load."""
     layer, ends = make(**LAYER), [3, 8] if num_ranks == 2 else [1, 3, 5, 8]

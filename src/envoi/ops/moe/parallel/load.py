@@ -15,8 +15,10 @@ NO_CALL = -1
 class Busiest:
     """Rank and expert that bound a layer in the calls of a `Load`: the busiest rank, for which the others wait.
 
-    num_calls: calls with a token. rank_calls: those in which `rank` had the most. imbalance: the busiest rank's tokens
-    over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many times as long.
+    num_calls: calls with a token. rank: the one with the most tokens in all of them together. rank_calls: those in
+        which it had the most, or as many as another.
+    imbalance: the busiest rank's tokens over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its
+        experts takes so many times as long.
     rank_load, expert_load: tokens over the mean of all ranks, of all experts; with a placement of the physical
         ones that it uses. Shared experts count for ranks alone.
     """
@@ -75,10 +77,10 @@ class Load:
         if not used.any():
             return None
         experts, ranks = experts[used], ranks[used]
-        wins = torch.bincount(ranks.argmax(1), minlength=ranks.shape[1])
+        wins = (ranks == ranks.amax(1, keepdim=True)).sum(0)
         totals = ranks.sum(0)
-        # The rank that most calls wait for; of several the one with more tokens, of those the lower.
-        rank = max(range(len(totals)), key=lambda r: (int(wins[r]), float(totals[r]), -r))
+        # By tokens, as large calls take the time; of several the rank that more calls wait for, of those the lower.
+        rank = max(range(len(totals)), key=lambda r: (float(totals[r]), int(wins[r]), -r))
         first, last = self.expert_offsets[rank], self.expert_offsets[rank + 1]
         # Shared experts have every token of their rank, which no placement changes: of all others the busiest.
         owned = torch.tensor(self.placement or range(experts.shape[1]), device="cpu") >= 0
