@@ -96,12 +96,18 @@ def _cause(used: Used, error: Exception) -> str:
 
 
 def found_names(all_used: Sequence[Used]) -> dict[str, Any]:
-    """Import an engine's names; return their values by name. Raises MovedError for the first that isn't as it was."""
+    """Import an engine's names; return their values by name.
+
+    Raises MovedError for the first that isn't as it was, ModuleNotFoundError if the engine isn't installed.
+    """
     found: dict[str, Any] = {}
     for used in all_used:
         try:
             value = getattr(importlib.import_module(used.module), used.name)
         except (ImportError, AttributeError) as error:
+            engine = used.module.partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and error.name == engine:
+                raise ModuleNotFoundError(f"{engine} isn't installed", name=engine) from None
             raise MovedError(f"{missing(used, None)}{_cause(used, error)}") from None
         why = missing(used, fact_of(used, value))
         if why:
