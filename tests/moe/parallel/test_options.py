@@ -38,6 +38,27 @@ def opened(rank: int, num_ranks: int, tried: list) -> list[tuple[str, list[str]]
     return found
 
 
+def described(rank: int, num_ranks: int) -> list[str]:
+    """Return what an object is printed as, in a `with` block and after it, and what a call says then."""
+    layer = make()
+    with cases.open_parallel(layer, "bf16", rank, [3, 8]) as parallel:
+        printed = [repr(parallel)]
+        parallel.moe(*cases.part_of(layer, rank, [2, len(layer.tokens)]))
+    with pytest.raises(ValueError) as caught:
+        parallel.moe(layer.tokens, layer.routing)
+    return [*printed, repr(parallel), str(caught.value)]
+
+
+def test_a_with_block_closes_and_an_object_says_what_it_is():
+    layer = make()
+    sizes = f"num_experts=8, hidden={layer.down.shape[1]}, intermediate={layer.down.shape[2]}"
+    for rank, outcome in enumerate(run_ranks(2, described)):
+        assert outcome.text == ""
+        text = f"ExpertParallel(rank {rank} of 2, {sizes}, bf16, gloo, counted"
+        assert outcome.value[:2] == [f"{text})", f"{text}, closed)"]
+        assert "expected an open object, got one that was closed" in outcome.value[2]
+
+
 def test_fused_warns_where_it_does_nothing_and_is_refused_where_it_was_slower():
     tried = [{}, {"fused": None}, {"fused": False}, {"fused": True}, ({"fused": True}, {}), {"fused": "yes"}]
     for rank, outcome in enumerate(run_ranks(2, opened, tried)):

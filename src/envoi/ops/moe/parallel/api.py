@@ -351,8 +351,7 @@ class ExpertParallel:
 
     def _call_without_memory(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
-        layout = replace(cast(SharedLayout, self._layout), presum=self.presum)
-        layout = replace(layout, results=opening.RESULTS[self.results])
+        layout = replace(cast(SharedLayout, self._layout), presum=self.presum, results=opening.RESULTS[self.results])
         k, experts = cast(int, self.num_topk), without_tensors(self.experts)
         num_experts = None if self._team.placed is None else self.num_experts
         if not isinstance(self._exchange, OnDevice):
@@ -446,11 +445,23 @@ class ExpertParallel:
         """Free the object's memory; later calls raise ValueError. Not a collective call.
 
         Its gloo group, some threads and sockets, is freed with the object itself, which mustn't be kept for that.
-        Over NVLink, peers must have finished with this rank's memory: close after a barrier of all ranks.
+        Over NVLink, peers must have finished with this rank's memory: close, or end a `with`, after a barrier of all.
         """
         with self._lock:
             instances.pop(self.name, None)
             self._exchange = None
+
+    def __enter__(self) -> "ExpertParallel":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        x, num_ranks = self.experts, len(self.expert_offsets) - 1
+        sizes = f"num_experts={self.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}"
+        way = f"{x.format}, {self.transport}, {self.exchange}" + ", closed" * (self._exchange is None)
+        return f"ExpertParallel(rank {self.channel.rank} of {num_ranks}, {sizes}, {way})"
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = "") -> torch.Tensor:
         with self._lock, self._on_device():  # exchanges of two calls that interleave would be taken for each other's
