@@ -248,6 +248,8 @@ KINDS = "bfloat16 or float16 or float32"
         ("token_ids: expected values from 0 to 8, got values from -1 to -1",
          {"token_ids": IDS - 1, "hash_table": TABLE}),
         ("token_ids: expected values from 0 to 8, got values from 9 to 9", {"token_ids": IDS + 9, "hash_table": TABLE}),
+        ("hash_table: expected distinct experts in a row, got [7, 3, -1, 7]",
+         {"token_ids": IDS, "hash_table": torch.tensor([[7, 3, -1, 7]])}),
         ("hash_table: expected values from -1 to 31, got values from -2 to -2",
          {"token_ids": IDS, "hash_table": TABLE - 2}),
     ],

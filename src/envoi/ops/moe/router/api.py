@@ -69,9 +69,9 @@ def route(
     many tokens of many experts two, which overlap; float32, mixed dtypes and other GPUs run on a Triton kernel, rules
     of more than 32 groups and CPUs on the torch reference.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
-    of a router that no Rule describes. A token id outside the table, or an id in it that isn't from -1 to N - 1, is a
-    ValueError too where the reference runs; kernels, whose values the host doesn't see, give that slot id -1 and
-    weight 0.
+    of a router that no Rule describes. A token id outside the table, an id in it that isn't from -1 to N - 1, or one
+    twice in a row, is a ValueError too where the reference runs; kernels, whose values the host doesn't see, give the
+    slot of the first two id -1 and weight 0, and take the last as it is, for a Routing whose ids aren't distinct.
     Source of the rules: the models' own published code; of their numbers: see `envoi.router.PRESETS`.
     """
     tokens, token_ids = _rows(tokens, token_ids)
@@ -239,7 +239,12 @@ def _look_up(token_ids: torch.Tensor, hash_table: torch.Tensor, num_experts: int
         if values.numel() and (int(values.min()) < least or int(values.max()) >= bound):
             span = f"{int(values.min())} to {int(values.max())}"
             raise ValueError(f"{name}: expected values from {least} to {bound - 1}, got values from {span}")
-    return hash_table[token_ids.long()].long()
+    chosen = hash_table[token_ids.long()].long()
+    ordered = chosen.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    if twice.any():
+        raise ValueError(f"hash_table: expected distinct experts in a row, got {chosen[twice][0].tolist()}")
+    return chosen
 
 
 # Steps after `route`, for models whose gate has rows that are no routed experts
