@@ -1,11 +1,15 @@
 """What README.md and the tutorials show runs as it stands, on a CPU: a namespace for each file, one process for all."""
 
 import re
+import runpy
 import socket
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from envoi.epilogues.lower import lower
 from tests.helpers import fresh
 from tests.helpers.slow import mostly_slow
 
@@ -49,6 +53,16 @@ def test_every_block_runs(start, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     done = fresh.run(RUN, start, *map(str, programs))
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_listings_of_an_epilogue_are_what_is_made_of_it(tmp_path):
+    page = ROOT / "docs" / "tutorials" / "epilogue.md"
+    program = tmp_path / "page.py"
+    program.write_text(blocks(page)[0])
+    made = runpy.run_path(str(program))["gated_fp8"].ir
+    listings = re.findall(r"(?:^ {4}.*\n)+", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    assert textwrap.dedent(listings[0]) == f"{made}\n"
+    assert listings[1] in lower(made, torch.bfloat16, "gluon", False, True, frozenset()).source
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -2,17 +2,20 @@
 
 import copy
 import gc
+import inspect
 import io
 import linecache
 import multiprocessing as mp
 import pickle
+import re
+import textwrap
 import weakref
 
 import pytest
 import torch
 
 import envoi
-from envoi.epilogues import Col, EpilogueError, HalfCol, Row, Scalar, Tile, api, cast, epilogue, pairs, relu, topk
+from envoi.epilogues import IR, Col, EpilogueError, HalfCol, Row, Scalar, Tile, api, cast, epilogue, pairs, relu, topk
 from envoi.epilogues.library import linear, swiglu
 from envoi.epilogues.lower import lower
 from tests.epilogue import pickled
@@ -251,6 +254,13 @@ def test_what_has_no_name_is_not_pickled(ending):
         pickle.dumps(ending)
     assert f"epilogue {ending.__qualname__}: expected it, or its function, as {__name__}." in str(caught.value)
     assert "define it at the top of a module" in str(caught.value)
+
+
+def test_docstrings_show_what_is_made_of_an_epilogue():
+    of_ir, of_code = (str(inspect.getmodule(x).__doc__) for x in (IR, lower))
+    assert str(swiglu.ir) in of_ir
+    shown = re.findall(r"(?:^ {4}.*\n)+", of_code, re.MULTILINE)[0]
+    assert textwrap.dedent(shown) in lower(swiglu.ir, torch.bfloat16, "gluon", False, True, frozenset()).source
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ WRONG = [
     (lambda up: up > 1, "got a mask; use where"),
     (lambda gate, up: (gate, up), "got tuple"),
     (lambda gate, up: row_sum(gate) * up, "row_sum isn't possible in an activation"),
-    (lambda up: torch.relu(up), "only envoi.epilogue's functions work"),
+    (lambda up: torch.relu(up), "only the functions of envoi.epilogues work"),
     (lambda up: up if up > 0 else 0.0, "can't decide a branch"),
     (lambda up: envoi.epilogues.cast(up, "bf16"), "got a mask|cast isn't possible"),
     (torch.nn.functional.gelu, "expected a Python function, got <built-in function gelu>"),

@@ -74,7 +74,7 @@ def written(function: Callable | Epilogue) -> str:
     """Return a user's activation as text. It is called once, on stand-ins: numbers that it reads become constants.
 
     function: of gate and up, or of up for experts without a gate, each [M, I], with operators and the functions of
-    `envoi.epilogue`; further parameters need defaults. Or an epilogue without operands that splits its accumulator by
+    `envoi.epilogues`; further parameters need defaults. Or an epilogue without operands that splits its accumulator by
     `pairs` or `halves`, or doesn't split it. Its value is one number for each gate and up, float32.
     Raises EpilogueError, a ValueError, with the file, the line and the reason.
     """

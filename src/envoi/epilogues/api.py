@@ -98,9 +98,10 @@ class Epilogue:
 def epilogue(function: Callable) -> Epilogue:
     """Make an epilogue of a function of the accumulator; trace it, and check it, at once.
 
-    The first parameter is the accumulator; the others are annotated Scalar, Row, Col, Tile, HalfCol or HalfTile. The
-    body uses operators, the functions of `envoi.epilogue` and other epilogues; it returns one value, a tuple or a dict.
-    The body runs once, here: numbers that it reads from outside become constants with their present values.
+    The first parameter is the accumulator; the others are annotated Scalar, Row, Col, Tile, HalfCol or HalfTile, and
+    have other names than the arguments of `envoi.gemm` and `envoi.grouped_gemm`, whose call takes them by name.
+    The body uses operators, the functions of `envoi.epilogues` and other epilogues; it returns one value, a tuple or a
+    dict. It runs once, here: numbers that it reads from outside become constants with their present values.
     Raises EpilogueError with the file, the line and the reason.
     """
     if isinstance(function, Epilogue):

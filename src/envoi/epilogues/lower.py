@@ -2,19 +2,27 @@
 
 The text for `swiglu` in Gluon, with its output stored through a TMA descriptor:
 
-    def visit(x1, at, operands, outputs, buffers, GROUPED, cfg):
+    def visit(x1, at, operands, outputs, buffers, GROUPED: L.constexpr, cfg: L.constexpr):
         x2 = even(x1)
-        v1 = even(x1)
-        v2 = odd(x1)
+        v0 = x1
+        v1 = even(v0)
+        v2 = odd(v0)
         v3 = silu(v1)
         v4 = v3 * v2
         o0 = bf16(v4)
-        put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg)
+        if GROUPED:
+            if at.m + x1.shape[0] <= at.m_end:
+                put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg)
+            else:
+                store_tile(outputs[0], o0, at.m, at.n // 2, at.m_end, at.N // 2, cfg)
+        else:
+            put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg)
         return (0,)
 
 x1 is a chunk of the accumulator in registers; `at` (ChunkPosition) is its position, `buffers` (ChunkBuffers) the
-buffers of its tiles. A tile value is a two-dimensional tensor, a row or column value a vector, a top-k value k row
-vectors.
+buffers of its tiles. Where rows are GROUPED by expert, a chunk that has rows of the next one is stored without TMA,
+which would write them too. A tile value is a two-dimensional tensor, a row or column value a vector, a top-k value k
+row vectors.
 
 A reduction over a row is complete at once if the chunk has the whole row (`whole_rows`). Else `visit` returns partial
 values; the GEMM merges those of its chunks with `merge` and stores one a tile in memory (`save`), and the last of the

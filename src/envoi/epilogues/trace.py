@@ -82,7 +82,7 @@ _INDEX = (
 )
 _NUMBER = (
     "the value isn't known while tracing, so it can't become a Python number, as math.* and float() need; "
-    "use envoi.epilogue's functions"
+    "use the functions of envoi.epilogues"
 )
 _REDUCE = "row_sum(x), row_max(x), col_sum(x), total_sum(x) .. reduce"
 _DTYPE = 'values are float32; cast(x, "bf16") says how one leaves'
@@ -104,7 +104,7 @@ _UFUNCS = {
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "less": "lt",
     "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
 }  # fmt: skip
-_LIBRARY = "only envoi.epilogue's functions work on values of an epilogue, not those of torch or numpy"
+_LIBRARY = "only the functions of envoi.epilogues work on values of an epilogue, not those of torch or numpy"
 
 
 class Traced:
@@ -187,7 +187,7 @@ class Traced:
 
 
 class Scalar(Traced):
-    """Annotation of an operand of one value: a number, or a tensor of one element."""
+    """Annotation of an operand of one value: a number, or a tensor of one element. May have a number as its default."""
 
     shape = SCALAR
 
@@ -211,13 +211,13 @@ class Tile(Traced):
 
 
 class HalfCol(Traced):
-    """Annotation of a Col for the outputs of `pairs`: [N / 2]."""
+    """Annotation of a Col for the outputs of `pairs` and `halves`: [N / 2]; in a grouped GEMM [E, N / 2]."""
 
     shape = HALF_COL
 
 
 class HalfTile(Traced):
-    """Annotation of a Tile for the outputs of `pairs`: [M, N / 2]."""
+    """Annotation of a Tile for the outputs of `pairs` and `halves`: [M, N / 2]."""
 
     shape = HALF_TILE
 
