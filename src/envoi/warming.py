@@ -49,8 +49,9 @@ def warm_up(
     """Compile and load all kernels that `envoi.moe` needs for 1 to max_tokens tokens; return how many there are.
 
     Afterwards no call with these experts compiles, whatever its number of tokens, if the tokens are contiguous and
-    start on 16 bytes. Layers of equal sizes and format share their kernels: one of them is enough. Kernels are kept in
-    Triton's cache on disk, so that the next process only reads them.
+    start on 16 bytes, and batch_invariant, which may take other kernels, isn't asked for. Layers of equal sizes and
+    format share their kernels: one of them is enough. Kernels are kept in Triton's cache on disk, so that the next
+    process only reads them.
 
     experts: from `envoi.experts.pack`, on the GPU that will run them; on a CPU there is nothing to compile.
     num_topk: slots of a token.

@@ -1,4 +1,9 @@
-"""Choice of a GEMM's implementation: Hopper's kernels, Hopper's for MX weights, the Triton kernels, or torch."""
+"""Choice of a GEMM's implementation: torch, Triton's kernels, or one of Hopper's.
+
+hopper        bf16, fp16, FP8 by row and by block
+hopper_mx     MX weights by rows
+w4a16, w4a8   4-bit weights in an order of fragments, for rows in bf16 and in FP8
+"""
 
 from importlib import import_module
 

@@ -10,10 +10,9 @@ NOMINAL_ROWS = 256  # of an expert, or in all: tiles for so many are neither slo
 
 @dataclass(frozen=True)
 class Grouping:
-    """Options of a GEMM's rows; all but the last are those of a grouped one.
+    """Options of a GEMM's rows; all but batch_invariant are those of a grouped one.
 
     write_tail: also write the rows after offsets[E], which belong to no expert, with 0 as their product.
-
     expected: approximate number of rows of all experts; None = as many as there is room for. Only the choice of a
         config depends on it.
     to: int64 [M], the address that each row of the epilogue's only output is scattered to: a multiple of 16, also on

@@ -1,4 +1,4 @@
-"""Public function `envoi.indexer_topk`: check the arguments, call the operator."""
+"""Public functions `envoi.indexer_topk`, `indexer_blocks` and `indexer_topk_in_blocks`: check, call the operator."""
 
 import warnings
 from typing import Literal, overload

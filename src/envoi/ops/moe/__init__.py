@@ -1,6 +1,6 @@
-"""MoE layer on one rank: api, router/, permute (sort, gather), experts (L1, L2), combine; parallel/ over ranks.
+"""MoE layer on one rank: router/, api, permute (sort, gather, combine), experts (L1, L2); parallel/ over ranks.
 
-Read in this order: reference, api, experts, permute, combine, kernels.
+Read in this order: reference, api, experts, choose, permute, kernels; then decode/ and one_launch/.
 """
 
 from envoi.ops.moe.api import moe

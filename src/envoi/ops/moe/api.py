@@ -47,9 +47,9 @@ def moe(
         call's to add, in a launch of its own.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
     batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4,
-        int4 and mxfp4_fp8 need it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64
-        doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile
-        for it.
+        mxfp4_fp8, mxfp4_mxfp8 and int4 need it, whose kernels for few tokens are faster and add up in another order,
+        and nvfp4 if 64 doesn't divide H and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up`
+        doesn't compile for it.
     expert_map: where `experts` are some of the routing's, as on one rank of several: int32 [routing.num_experts], which
         of `experts` but the shared ones an id stands for, -1 for one that isn't here, whose slots count as masked.
         Takes one more launch.

@@ -168,9 +168,9 @@ class ExpertParallel:
         out: contiguous, on 16 bytes, of the tokens' shape and dtype, sharing no memory with them: takes the result.
         workspace: as in `envoi.gemm`, memory for the call's own use, of `workspace_bytes` or more; may differ by rank.
 
-        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit, whichever of
-        the replicas compute, since their weights are equal; with presum, up to the rounding of a rank's sums, with
-        results in FP8 of rows, and in mxfp4 on Hopper with few tokens up to that of sums along K.
+        Equals `envoi.moe` with batch_invariant on one rank that holds all experts and the tokens of all ranks, bit for
+        bit, whichever of the replicas compute, since their weights are equal; with presum, up to the rounding of a
+        rank's sums, with results in FP8 up to that of rows.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late.
         Unless rows are counted the host doesn't wait for that: the rank whose arguments are wrong raises at once (but
         for ids, which only the device knows), the output is NaN everywhere, and a later call or `check` raises. Calls
