@@ -176,7 +176,8 @@ def _layer_arguments(parser: argparse.ArgumentParser) -> None:
         ("topk", "experts of a token"),
         ("tokens", "of one GPU"),
     ):
-        parser.add_argument(f"--{name}", metavar="N", type=int, required=True, help=about)
+        also = ["--intermediate"] if name == "inter" else []  # as `warm-up` has it
+        parser.add_argument(f"--{name}", *also, metavar="N", type=int, required=True, help=about)
 
 
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:

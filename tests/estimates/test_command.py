@@ -27,6 +27,10 @@ def test_the_table_and_the_picture(capsys):
     assert "▒" in text
 
 
+def test_the_width_of_an_expert_has_the_name_that_warm_up_has_for_it(capsys):
+    assert run(capsys, "--json", ARGUMENTS.replace("--inter", "--intermediate")) == run(capsys, "--json")
+
+
 def test_json_has_everything(capsys):
     found = json.loads(run(capsys, "--json --max-tokens 4096"))
     assert found["layer"]["hidden"] == 4096
