@@ -83,11 +83,11 @@ def gemm(
         rows. Without it every run gives the same bits, but the sum over K may be split where tiles are few, which
         depends on M. Costs time where it would be.
     out: what the call returns otherwise, as tensors to write: of the same shapes, strides and dtypes, on 16 bytes,
-        sharing no memory with one another or the arguments; a dict's by their names. In calls that run without the
-        plan cache (`ENVOI_PREPARED`, an observer, a compiler) the result is copied there.
+        sharing no memory with one another or the arguments; a dict's by their names. In calls that can't be prepared
+        (`ENVOI_PREPARED=0`, a CPU, an observer, a compiler) the result is copied there.
     workspace: memory for the call's own use in place of Envoi's: contiguous, on 16 bytes, as large as
-        `envoi.plan(..).workspace_bytes`. Later calls of the same stream may have it again. Ignored without the plan
-        cache.
+        `envoi.plan(..).workspace_bytes`. Later calls of the same stream may have it again. Ignored in calls that can't
+        be prepared.
     num_sms: multiprocessors that the GEMM's CTAs take at most, to leave the others to another stream's kernels; None =
         all. Not in calls that torch.compile traces.
 

@@ -1,4 +1,4 @@
-"""Plan cache: calls by key, planned at the first one, replayed from then on; and what decides whether a call is plain.
+"""Prepared calls by key: planned at the first one, replayed from then on; and what decides whether a call is plain.
 
 A key is what decides a call's launches: its numbers and flags as the operator lists them, and each tensor's shape,
 strides and dtype, on the current device. What isn't in the key is checked at each call; if one of these holds, the call
