@@ -1,7 +1,6 @@
 """Sizes of published models: what the suites that draw choose from.
 
-Each row is of the model's published config.json. `source` names it; where that config is also the default of a class of
-transformers, `tests/bench/test_models.py` compares the two.
+Each row is of the model's published config.json, which `source` names.
 """
 
 from dataclasses import dataclass

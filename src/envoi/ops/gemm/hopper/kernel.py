@@ -2,10 +2,10 @@
 
 One CTA on each SM. `gemm_kernel` allocates the pipeline, starts the first loads and then splits its warps into roles:
 
-    role         warps    registers a thread         work
-    consumer 0   4 or 8   all that remain            its share of each tile: mainloop, then epilogue
-    consumer 1   4 or 8   232; 240 if block-scaled   with two consumers or, of 160 registers each, three
-    producer     1        40;   24 if block-scaled   TMA loads of both operands
+    role         warps    registers a thread       work
+    consumer 0   4 or 8   all that remain          its share of each tile: mainloop, then epilogue
+    others       4 or 8   see `worker_registers`   the same, where there are two consumers or three
+    producer     1        see `worker_registers`   TMA loads of both operands
 
 Timeline of a CTA whose two consumers share each tile, with 3 stages and 4 steps along K: steps 0 .. 3 are tile 0, steps
 4 .. 7 are tile 1; step s uses stage s % 3. F1 waits on `full` of stage 1, E1 waits on `empty` of stage 1, e1 arrives on

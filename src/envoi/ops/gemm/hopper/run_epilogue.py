@@ -1,7 +1,7 @@
 """Run a lowered epilogue on a consumer's accumulator, in column chunks.
 
-The epilogue is generated code (`epilogue.lower`). It sees [tokens, features], also where the mainloop computes the
-transpose. A chunk is `cfg.epilogue_columns` wide: that bounds the registers that the epilogue takes beside the
+The epilogue is generated code (`envoi.epilogues.lower`). It sees [tokens, features], also where the mainloop computes
+the transpose. A chunk is `cfg.epilogue_columns` wide: that bounds the registers that the epilogue takes beside the
 accumulator, and the shared memory through which its outputs are stored by TMA.
 """
 
@@ -38,7 +38,7 @@ class EpilogueArgs:
     row_reductions: RowReductions
     split_k: SplitK | gl.constexpr  # None in a kernel that never splits a tile along K
     problem: Problem
-    code: gl.constexpr  # epilogue.lower.Lowered
+    code: gl.constexpr  # epilogues.lower.Lowered
 
 
 @aggregate

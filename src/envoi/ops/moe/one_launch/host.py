@@ -38,7 +38,7 @@ def run_in_one_launch(
     rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping,
     progress: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run L1 and L2 in one launch on the current stream, with the bits of two. Arguments as in `envoi.ops.moe.experts.run_experts`.
+    """Run L1 and L2 in one launch on the current stream, with the bits of two. Arguments as in `experts.run_experts`.
 
     progress: int32 [NUM_COUNTERS], 0 before and after, that no launch beside this one uses; None = the stream's.
     """

@@ -339,7 +339,7 @@ class Worker:
     rows: Rows
     operands: gl.tuple  # of the epilogue
     outputs: gl.tuple
-    code: gl.constexpr  # epilogue.lower.Lowered
+    code: gl.constexpr  # epilogues.lower.Lowered
 
     @gluon.jit
     def start_tokens(self, tile):
