@@ -257,7 +257,7 @@ def split_identity(routing: Routing, num_experts: int) -> tuple[Routing, torch.T
     dense weights or counts), and each token's weight of the others together, [M] float32. With both:
 
         real, identity = split_identity(routing, 512)
-        y = envoi.moe(tokens, real, experts) + identity[:, None] * tokens
+        y = (envoi.moe(tokens, real, experts) + identity[:, None] * tokens).to(tokens.dtype)  # added in float32
 
     Raises ValueError unless num_experts is from 1 to routing.num_experts.
     """
