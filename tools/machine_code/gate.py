@@ -58,6 +58,8 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
         "experts-both-gemms-sent sm_90": Known(2, 2, TOLD),
+        "w4a16-int4-l1-64 sm_90": Known(3, 3, ONCE_A_TILE),
+        "w4a16-int4-l2-64 sm_90": Known(1, 1, ONCE_A_TILE),
     },
     "3.8.0": {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
@@ -65,7 +67,6 @@ KNOWN: dict[str, dict[str, Known]] = {
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
         "w4a16-few-l2-wide-1536 sm_90": Known(5, 5, ONCE_A_TILE),
         "w4a16-few-l2-wide-2048 sm_90": Known(2, 2, ONCE_A_TILE),
-        "w4a16-int4-l2-64 sm_90": Known(3, 3, ONCE_A_TILE),
         "w4a8-few-l1 sm_90": Known(3, 3, ONCE_A_TILE),
         "w4a8-few-l1-ids sm_90": Known(6, 6, ONCE_A_TILE),
         "w4a8-few-l2 sm_90": Known(2, 2, ONCE_A_TILE),

@@ -299,6 +299,8 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
     requested = ()
     for i in gl.static_range(ahead, U):
         held = held + (place.load(i, is_step(group * U + i, cfg), cfg.zero_tail),)
+    if cfg.late:
+        pin_loads()
     if cfg.prefetches:
         next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
     for i in gl.static_range(U):
@@ -325,8 +327,19 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted),)
+                if cfg.late:
+                    pin_loads()
             acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
     return acc, requested
+
+
+@gluon.jit
+def pin_loads():
+    """Keep loads on their side of this point: a warp's barrier, of which the assembler makes a NOP.
+
+    It would move them as registers suit it: to the end of a turn, or to right before their use, which then waits.
+    """
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
