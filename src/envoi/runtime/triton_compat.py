@@ -46,6 +46,10 @@ MORE_REGISTERS = gl.constexpr(not VERSION.startswith("3.6."))
 # releases only 3.6's machine code was searched for that, without a find: `tools.machine_code.operands`.
 CASTS_BACK = gl.constexpr(VERSION.startswith("3.6."))
 
+# Whether requests for weights have to be kept where they are written (`hopper_w4a16.kernel_few.pin_loads`). 3.9 leaves
+# them there; kept as well, they take registers that it then spills in the loop.
+PINS_LOADS = gl.constexpr(not VERSION.startswith("3.9."))
+
 # TMA: (descriptor, corner, barrier, buffer, pred=True) and (descriptor, corner, buffer). Renamed in 3.8.
 # `tma.store_wait` keeps its name; its new argument defaults to read_only=True, its behaviour in all releases.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

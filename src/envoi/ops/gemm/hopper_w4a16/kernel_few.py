@@ -44,7 +44,7 @@ from envoi.ops.gemm.hopper_w4a16.fragments import E4M3_CODE, TAME, Weights, by_t
 from envoi.ops.gemm.hopper_w4a16.int4 import INT4_CODE, int4_factors, int4_less_zeros
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import PINS_LOADS, role_barrier
 
 INT4_UP = gl.constexpr(few_config.INT4_UP)
 
@@ -296,10 +296,11 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
     mma: gl.constexpr = acc.type.layout
     zero = gl.zeros((rows, T), gl.float32, mma)
     ahead: gl.constexpr = U - cfg.late
+    pins: gl.constexpr = cfg.late > 0 and PINS_LOADS
     requested = ()
     for i in gl.static_range(ahead, U):
         held = held + (place.load(i, is_step(group * U + i, cfg), cfg.zero_tail),)
-    if cfg.late:
+    if pins:
         pin_loads()
     if cfg.prefetches:
         next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
@@ -327,7 +328,7 @@ def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_w
                 wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
             if i < ahead:
                 requested = requested + (next_place.load(i, wanted),)
-                if cfg.late:
+                if pins:
                     pin_loads()
             acc = finish_step(acc, products, factors, second, tokens, within(step, cfg))
     return acc, requested
