@@ -101,7 +101,7 @@ def expect_number(name: str, value: Any) -> float:
 def expect_float32(name: str, value: Any) -> float:
     """Return `value` as a float if it is a finite number that float32 can hold; else raise ValueError."""
     number = expect_number(name, value)
-    if not abs(number) <= torch.finfo(torch.float32).max:  # a NaN neither
+    if not (math.isfinite(number) and fits_float32(number)):
         raise ValueError(f"{name}: expected a finite number that float32 can hold, got {number}")
     return number
 
