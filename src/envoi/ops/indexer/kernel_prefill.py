@@ -233,6 +233,17 @@ def score_fp4_tiles(stages, queries, lengths, args, block, zero, STAGES: gl.cons
 
 
 @gluon.jit
+def in_all_lanes(x):
+    """Return lane 0's number, which all lanes have: the assembler, told so, computes with it once a warp.
+
+    Else it may compute the places of stages in each lane, and move them to the registers that products take between a
+    wait and the next product, which tensor cores wait for: under Triton 3.8 it did.
+    """
+    asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def consumer(stages, queries, lengths, args, HEADS: gl.constexpr, STAGES: gl.constexpr, ROLE: gl.constexpr):
     """Score every tile of this program for the role's half of each block's rows: a role of four warps."""
     fp4: gl.constexpr = stages.pages.dtype == gl.int32
@@ -244,6 +255,7 @@ def consumer(stages, queries, lengths, args, HEADS: gl.constexpr, STAGES: gl.con
     rows: gl.constexpr = lengths.share // CONSUMERS
     sets: gl.constexpr = lengths.sets
     number, n, token, count = first_tile(lengths)
+    number, n, token, count = in_all_lanes(number), in_all_lanes(n), in_all_lanes(token), in_all_lanes(count)
     wait_for_grid()  # until the last rows' scores have been read
     done = 0
     while done < count:
