@@ -7,7 +7,7 @@ import torch
 
 import envoi
 from envoi.epilogues.api import Epilogue
-from envoi.epilogues.library import expert_l1, expert_l2, swiglu, swiglu_fp8
+from envoi.epilogues.library import expert_l1, expert_l2, store, swiglu, swiglu_fp8
 from envoi.runtime.program import without_memory
 from tools.kernel_cases import BLACKWELL, EVERY_ARCH, HOPPER
 from tools.kernel_cases.operands import operands_of
@@ -16,8 +16,8 @@ from tools.kernel_cases.planning import Layer, case_of, matrix
 M, N, K = 4096, 2880, 2880
 
 
-def _gemm(epilogue: Epilogue, M: int = M, N: int = N, K: int = K) -> None:
-    envoi.gemm(matrix("", M, K), matrix("", N, K), epilogue, **operands_of(epilogue.ir, M, N, ()))
+def _gemm(epilogue: Epilogue, M: int = M, N: int = N, K: int = K, kind: str = "") -> None:
+    envoi.gemm(matrix(kind, M, K), matrix(kind, N, K), epilogue, **operands_of(epilogue.ir, M, N, ()))
 
 
 def _experts(epilogue: Epilogue, of_rows: str, of_weights: str, num_experts: int) -> None:
@@ -48,6 +48,13 @@ KERNELS = (
     case_of(
         "gemm-triton-mxfp4-few", "L1 of FP8 tokens with a scale each and MXFP4 weights, in tiles of 64 tokens",
         BLACKWELL, replace(GPT_OSS, format="mxfp4_fp8", num_tokens=16), "gemm_kernel", 0, BLACKWELL[0],
+    ),
+    *(
+        case_of(
+            f"gemm-widen-{kind}", f"{kind.upper()} made bf16 for a GEMM of two such matrices", HOPPER,
+            partial(_gemm, store, kind=kind), "widen_kernel",
+        )
+        for kind in ("nvfp4", "mxfp4")
     ),
     case_of(
         "rows-triton", "epilogue of whole rows: the experts' SwiGLU, quantised with a scale per row", EVERY_ARCH,

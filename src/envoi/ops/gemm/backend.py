@@ -2,6 +2,7 @@
 
 hopper        bf16, fp16, FP8 by row and by block
 hopper_mx     MX weights by rows
+widened       two matrices of other narrow numbers, made bf16 for "hopper"
 w4a16, w4a8   4-bit weights in an order of fragments, for rows in bf16 and in FP8
 """
 
@@ -18,8 +19,8 @@ from envoi.types import Matrix, QuantTensor
 
 # Module of each kind of kernels, with a function run_gemm; it is imported when it is needed.
 HOSTS = {
-    "hopper": "hopper.host", "hopper_mx": "hopper_mx.host", "triton": "triton.host", "w4a8": "hopper_w4a8.host",
-    "w4a16": "hopper_w4a16.many",
+    "hopper": "hopper.host", "hopper_mx": "hopper_mx.host", "widened": "widened", "triton": "triton.host",
+    "w4a8": "hopper_w4a8.host", "w4a16": "hopper_w4a16.many",
 }  # fmt: skip
 
 
@@ -42,9 +43,9 @@ def run_kernels(
 
 
 def kernels_for(kind: str, a: Matrix, b: Matrix, ir: IR, grouping: Grouping = ALL_ROWS) -> str:
-    """Return which kernels run a GEMM: "hopper", "hopper_mx", "triton", or those of one order of weights.
+    """Return which kernels run a GEMM: "hopper", "hopper_mx", "widened", "triton", or those of an order of weights.
 
-    kind: of the device, from `runtime.devices.implementation`. On Hopper, calls that its two kernels refuse run on the
+    kind: of the device, from `runtime.devices.implementation`. On Hopper, calls that its kernels refuse run on the
     Triton kernels. Weights in an order of fragments have one kernel, "w4a8" or "w4a16"; raises ValueError for what that
     can't run: packing chose it, and no other computes in its stead.
     """
@@ -59,6 +60,10 @@ def kernels_for(kind: str, a: Matrix, b: Matrix, ir: IR, grouping: Grouping = AL
 
         if not hopper_mx.why_not_mx(a, b, ir):
             return "hopper_mx"
+        from envoi.ops.gemm.widened import why_not_widened
+
+        if not why_not_widened(a, b, ir):
+            return "widened"
     return "triton"
 
 

@@ -124,6 +124,31 @@ def load_block(x, e, ids, num_ids, ks, k_end, side: tl.constexpr):
         return v.to(tl.bfloat16)  # exact: at most six significant bits
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def widen_kernel(x, out, num_rows, K, side: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write a matrix x [num_rows, K], a `MatrixArgs`, as bf16 to out [num_rows, K], times its scale factors.
+
+    Each byte and each factor is read once: COLUMNS are whole groups, and K is.
+    """
+    groups: tl.constexpr = COLUMNS // side.group_k
+    first = tl.program_id(1) * COLUMNS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (rows < num_rows)[:, None]
+    at = first // side.per_byte + tl.arange(0, COLUMNS // side.per_byte)[None, :]
+    addresses = x.elements + rows[:, None].to(tl.int64) * x.stride_row + at.to(tl.int64) * x.stride_k
+    v = tl.load(addresses, mask=inside & (at < K // side.per_byte), other=0)
+    if side.values == "e2m1":
+        v = tl.reshape(tl.join(from_e2m1(v & 15), from_e2m1(v >> 4)), (ROWS, COLUMNS))
+    else:
+        v = from_e4m3(v)
+    group = first // side.group_k + tl.arange(0, groups)[None, :]
+    known = inside & (group < K // side.group_k)
+    factors = scale_factors(x, tl.program_id(0) * 0, rows[:, None], group, known, side)
+    v = tl.reshape(tl.reshape(v, (ROWS, groups, side.group_k)) * factors[:, :, None], (ROWS, COLUMNS))
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + rows[:, None].to(tl.int64) * K + columns, v.to(tl.bfloat16), mask=inside & (columns < K))
+
+
 @triton.jit
 def load_stored(x, e, ids, num_ids, k, k_end, BLOCK_K: tl.constexpr, side: tl.constexpr):
     """Load [ids, k : k + BLOCK_K] of a matrix as it is stored, in bytes, and its UE8M0 factors of 32 each; 0 outside.

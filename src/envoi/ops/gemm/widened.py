@@ -1,0 +1,61 @@
+"""GEMM on Hopper of narrow numbers that its kernels don't read: both matrices become bf16 first, without loss.
+
+    widen_kernel  a matrix of NVFP4, MXFP4 or MXFP8 -> bf16; one launch for each that is narrow
+    gemm_kernel   the product in bf16 and the epilogue, as of any two matrices in bf16
+
+A grouped GEMM isn't widened: bf16 copies of all experts' weights may be larger than what is free.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from envoi.epilogues.ir import IR
+from envoi.ops.gemm.grouping import ALL_ROWS, Grouping
+from envoi.ops.gemm.hopper import host as hopper
+from envoi.ops.gemm.triton import host as triton_host
+from envoi.runtime.launch import launch
+from envoi.runtime.math import cdiv
+from envoi.types import Matrix, QuantTensor
+
+ROWS, COLUMNS = 8, 512  # that a program widens
+
+
+def why_not_widened(a: Matrix, b: Matrix, ir: IR) -> str:
+    """Return why `run_gemm` can't run this; "" if it can."""
+    if len(b.shape) > 2:
+        return "weights of several experts"
+    if not all(becomes_bf16(x) for x in (a, b)):
+        return "the operands' formats"
+    return hopper.why_not_hopper(_bf16(a, "meta"), _bf16(b, "meta"), ir)
+
+
+def becomes_bf16(x: Matrix) -> bool:
+    """Return True for bf16, and for numbers of 4 or 8 bits under factors of a byte: both together fit in bf16."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype == torch.bfloat16
+    return x.sf.dtype != torch.float32 and COLUMNS % x.group[1] == 0
+
+
+def run_gemm(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping = ALL_ROWS,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the flat outputs of `envoi.gemm`; offsets: None. With MX weights rows' bits don't depend on the batch."""
+    of_mx = isinstance(b, QuantTensor) and b.sf.dtype == torch.float8_e8m0fnu
+    grouping = replace(grouping, batch_invariant=of_mx or grouping.batch_invariant)
+    return hopper.run_gemm(widened(a), widened(b), offsets, ir, out_dtype, operands, grouping=grouping)
+
+
+def widened(x: Matrix) -> torch.Tensor:
+    """Return a matrix as bf16 [rows, K], times its scale factors; itself if it is."""
+    if isinstance(x, torch.Tensor):
+        return x
+    out, (rows, K) = _bf16(x, x.device), x.shape
+    arguments = triton_host.matrix_argument(x), out, rows, K, triton_host.side_of(x), ROWS, COLUMNS
+    launch(triton_host.kernels.widen_kernel, (cdiv(rows, ROWS), cdiv(K, COLUMNS)), arguments, {})
+    return out
+
+
+def _bf16(x: Matrix, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.bfloat16, device=device)

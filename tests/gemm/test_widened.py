@@ -1,0 +1,68 @@
+"""Which GEMMs become bf16 first on Hopper, and what they launch."""
+
+import pytest
+import torch
+
+import envoi
+from envoi.epilogues.library import linear, store, swiglu, swiglu_fp8
+from envoi.ops.gemm.backend import kernels_for
+from envoi.ops.gemm.widened import why_not_widened
+from envoi.quant import quantize
+from envoi.runtime.devices import Target
+from envoi.runtime.program import building, without_memory
+from tools.kernel_cases.operands import operands_of
+from tools.kernel_cases.planning import matrix
+
+HOPPER = Target("sm_90", 132)
+
+
+@pytest.mark.parametrize(
+    ("for_a", "for_b", "kernels"),
+    [
+        ("nvfp4", "nvfp4", "widened"), ("", "nvfp4", "widened"), ("mxfp4", "mxfp4", "widened"),
+        ("mxfp4", "mxfp8", "widened"), ("mxfp8", "mxfp4", "hopper_mx"), ("", "mxfp4", "hopper_mx"),
+        ("", "", "hopper"), ("fp8_row", "fp8_row", "hopper"), ("fp8_row", "mxfp4", "triton"),
+        ("fp8_1x128", "fp8_1x128", "triton"),
+    ],
+)  # fmt: skip
+def test_which_formats(for_a, for_b, kernels):
+    a, b = matrix(for_a, 64, 1024), matrix(for_b, 512, 1024)
+    assert kernels_for("hopper", a, b, store.ir) == kernels
+    assert kernels_for("triton", a, b, store.ir) == "triton"
+
+
+def test_epilogues_that_the_kernels_for_mx_refuse():
+    a, b = matrix("mxfp8", 64, 1024), matrix("mxfp4", 512, 1024)
+    assert kernels_for("hopper", a, b, swiglu.ir) == "hopper_mx"
+    assert kernels_for("hopper", a, b, swiglu_fp8.ir) == "widened"
+
+
+def test_what_it_does_not_take():
+    a, b = matrix("nvfp4", 64, 1024), matrix("nvfp4", 512, 1024)
+    assert "experts" in why_not_widened(a, matrix("nvfp4", 4, 512, 1024), store.ir)
+    assert "empty" in why_not_widened(matrix("nvfp4", 0, 1024), b, store.ir)
+    assert "formats" in why_not_widened(without_memory((64, 1024), torch.float16), b, store.ir)
+    assert "formats" in why_not_widened(matrix("fp8_row", 64, 1024), b, store.ir)
+    assert why_not_widened(a, b, store.ir) == ""
+
+
+@pytest.mark.parametrize(
+    ("for_a", "for_b", "launched"),
+    [
+        ("nvfp4", "nvfp4", ["widen_kernel", "widen_kernel", "gemm_kernel"]),
+        ("", "nvfp4", ["widen_kernel", "gemm_kernel"]),
+    ],
+)
+def test_launches(for_a, for_b, launched):
+    a, b = matrix(for_a, 4096, 1024), matrix(for_b, 2048, 1024)
+    with building(HOPPER) as built:
+        envoi.gemm(a, b, linear, **operands_of(linear.ir, 4096, 2048, ()))
+    assert [launch.kernel.fn.__name__ for launch in built.launches] == launched
+    widths = [launch.arguments[3] for launch in built.launches[:-1]]
+    assert widths == [1024] * len(widths)
+
+
+def test_a_scale_of_the_whole_tensor_is_the_epilogues_to_multiply_by():
+    q = quantize(torch.ones(8, 64), "nvfp4")
+    with pytest.raises(ValueError, match="without a scale for the whole tensor"):
+        envoi.gemm(q, type(q)(q.values, q.sf, q.group, torch.ones(())))
