@@ -393,8 +393,11 @@ OVERLAPPING = {
 
 
 @pytest.mark.parametrize("ep", [store, gelu_residual, swiglu, absmax], ids=lambda ep: ep.ir.name)
-@pytest.mark.parametrize("name", OVERLAPPING)
-@pytest.mark.parametrize("M", [33, 65, 127, 129, 193, 321])
+@pytest.mark.parametrize(
+    ("M", "name"),
+    [(33, "tokens on the N side")]  # more tokens aren't put there
+    + [(M, name) for M in (33, 65, 127, 129, 193, 321) for name in OVERLAPPING if name != "tokens on the N side"],
+)
 def test_tiles_that_overlap_have_the_bits_of_tiles_that_do_not(M, name, ep, monkeypatch):
     a, b = normal(M, 1024), normal(576, 1024, seed=1)
     operands = operands_for(ep, M, 576)
@@ -403,8 +406,7 @@ def test_tiles_that_overlap_have_the_bits_of_tiles_that_do_not(M, name, ep, monk
 
         def choose(problem, code, *_, overlap=overlap):
             config = replace(fitted(problem, OVERLAPPING[name], code), tiles_overlap=overlap)
-            if why := why_not(problem, config, code):
-                pytest.skip(why)
+            assert not why_not(problem, config, code)
             return config
 
         monkeypatch.setattr(tune, "choose", choose)
