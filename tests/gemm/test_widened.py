@@ -66,3 +66,8 @@ def test_a_scale_of_the_whole_tensor_is_the_epilogues_to_multiply_by():
     q = quantize(torch.ones(8, 64), "nvfp4")
     with pytest.raises(ValueError, match="without a scale for the whole tensor"):
         envoi.gemm(q, type(q)(q.values, q.sf, q.group, torch.ones(())))
+
+
+def test_the_copies_are_the_workspace():
+    plan = envoi.plan(envoi.gemm, matrix("nvfp4", 4096, 1024), matrix("nvfp4", 2048, 1024))
+    assert plan.workspace_bytes == 2 * (4096 + 2048) * 1024

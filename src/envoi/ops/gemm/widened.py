@@ -19,6 +19,7 @@ from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
 
 ROWS, COLUMNS = 8, 512  # that a program widens
+BF16 = torch.empty((), dtype=torch.bfloat16, device="meta")
 
 
 def why_not_widened(a: Matrix, b: Matrix, ir: IR) -> str:
@@ -27,7 +28,7 @@ def why_not_widened(a: Matrix, b: Matrix, ir: IR) -> str:
         return "weights of several experts"
     if not all(becomes_bf16(x) for x in (a, b)):
         return "the operands' formats"
-    return hopper.why_not_hopper(_bf16(a, "meta"), _bf16(b, "meta"), ir)
+    return hopper.why_not_hopper(BF16.expand(a.shape), BF16.expand(b.shape), ir)
 
 
 def becomes_bf16(x: Matrix) -> bool:
@@ -51,11 +52,8 @@ def widened(x: Matrix) -> torch.Tensor:
     """Return a matrix as bf16 [rows, K], times its scale factors; itself if it is."""
     if isinstance(x, torch.Tensor):
         return x
-    out, (rows, K) = _bf16(x, x.device), x.shape
+    rows, K = x.shape
+    out = torch.empty(rows, K, dtype=torch.bfloat16, device=x.device)
     arguments = triton_host.matrix_argument(x), out, rows, K, triton_host.side_of(x), ROWS, COLUMNS
     launch(triton_host.kernels.widen_kernel, (cdiv(rows, ROWS), cdiv(K, COLUMNS)), arguments, {})
     return out
-
-
-def _bf16(x: Matrix, device: torch.device | str) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=torch.bfloat16, device=device)
