@@ -125,7 +125,8 @@ def _flat(x: Any) -> list[torch.Tensor]:
 def _needs(form: str, ending: str, grouped: bool) -> bool:
     """Tell whether a product's row needs batch_invariant=True: K is split, or tiles decide in which order rows add up.
 
-    MX weights' kernel never splits K, and adds up rows by 64 columns; torch multiplies fp32 in tiles of one size.
+    MX weights' kernel never splits K, and adds up rows by 64 columns, and MX that becomes bf16 is multiplied as with
+    the option; torch multiplies fp32 in tiles of one size.
     """
     if form in ("mxfp8", "mxfp4", "mxfp4_mxfp8", "fp32"):
         return False

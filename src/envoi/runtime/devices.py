@@ -81,8 +81,8 @@ def implementation(device: torch.device) -> str:
     """Return the implementation for a device: "hopper" (sm_90), "triton" (other GPUs) or "torch".
 
     A CPU has "triton" under Triton's interpreter, else "torch". Calls that the Hopper kernels refuse
-    (`hopper.why_not_hopper`, `hopper_mx.why_not_mx`) run on the Triton kernels there; float32 runs on torch, which is
-    faster.
+    (`hopper.why_not_hopper`, `hopper_mx.why_not_mx`, `widened.why_not_widened`) run on the Triton kernels there;
+    float32 runs on torch, which is faster.
     """
     if device.type == "meta" and _local.target is not None:
         return _local.target.implementation

@@ -1,12 +1,15 @@
-"""GEMM on Hopper of narrow numbers that its kernels don't read: both matrices become bf16 first, without loss.
+"""GEMM on Hopper of narrow numbers that its kernels don't read: both matrices become bf16 first.
+
+Nothing is lost but of MXFP8 below 2^-133.
 
     widen_kernel  a matrix of NVFP4, MXFP4 or MXFP8 -> bf16; one launch for each that is narrow
     gemm_kernel   the product in bf16 and the epilogue, as of any two matrices in bf16
 
-A grouped GEMM isn't widened: bf16 copies of all experts' weights may be larger than what is free.
+A grouped GEMM isn't widened, nor are weights of more than MAX_WEIGHTS: their copies may be larger than what is free.
 """
 
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -16,10 +19,15 @@ from envoi.ops.gemm.hopper import host as hopper
 from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime.launch import launch
 from envoi.runtime.math import cdiv
+from envoi.runtime.program import unwatched
 from envoi.types import Matrix, QuantTensor
 
 ROWS, COLUMNS = 8, 512  # that a program widens
-BF16 = torch.empty((), dtype=torch.bfloat16, device="meta")
+MAX_WEIGHTS = 1 << 28  # elements, 512 MiB in bf16; a bound on tokens would give their rows other bits in larger calls
+MAX_SIDE = 65535 * COLUMNS  # of weights: a grid's second side has at most 65535 programs
+GROUPS = (8, 16, 32, 64, 128, 256, 512)  # of K: whole ones in COLUMNS, and copies that lie as TMA reads them
+with unwatched():  # a call's plan may be what imports this
+    BF16 = torch.empty((), dtype=torch.bfloat16, device="meta")
 
 
 def why_not_widened(a: Matrix, b: Matrix, ir: IR) -> str:
@@ -28,14 +36,16 @@ def why_not_widened(a: Matrix, b: Matrix, ir: IR) -> str:
         return "weights of several experts"
     if not all(becomes_bf16(x) for x in (a, b)):
         return "the operands' formats"
+    if prod(b.shape) > MAX_WEIGHTS or max(b.shape) > MAX_SIDE:
+        return "weights whose copy is too large"
     return hopper.why_not_hopper(BF16.expand(a.shape), BF16.expand(b.shape), ir)
 
 
 def becomes_bf16(x: Matrix) -> bool:
-    """Return True for bf16, and for numbers of 4 or 8 bits under factors of a byte: both together fit in bf16."""
+    """Return True for bf16, and for numbers of 4 or 8 bits under factors of a byte, both together at most 8 bits."""
     if isinstance(x, torch.Tensor):
         return x.dtype == torch.bfloat16
-    return x.sf.dtype != torch.float32 and COLUMNS % x.group[1] == 0
+    return x.sf.dtype != torch.float32 and x.group[1] in GROUPS
 
 
 def run_gemm(
