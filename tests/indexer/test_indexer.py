@@ -410,3 +410,44 @@ def test_prefill_of_other_lengths_takes_the_same_kernels():
 def test_an_unknown_order_is_refused():
     with pytest.raises(ValueError, match="order: expected"):
         indexer_topk(*one((100,)).tensors(), k=512, order="best")
+
+
+def keys_of(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a cache of keys [n, 128] in FP8, its table [1, pages], and the keys as they are stored, in float64."""
+    pages = pages_of(len(means))
+    padded = torch.nn.functional.pad(means, (0, 0, 0, pages * PAGE_SIZE - len(means)))
+    scales = (padded.abs().amax(1) / 448).clamp(min=1e-6)
+    values = (padded / scales[:, None]).to(torch.float8_e4m3fn)
+    cache = pack_cache(values.view(pages, PAGE_SIZE, 128), scales.view(pages, PAGE_SIZE))
+    return (
+        cache,
+        torch.arange(pages, dtype=torch.int32)[None],
+        (values.double() * scales.double()[:, None])[: len(means)],
+    )
+
+
+def test_pools_of_keys():
+    """The 20 of 70 pools of 16 tokens by the ReLU of their mean's products with 32 heads, which have no weights."""
+    source = torch.Generator().manual_seed(3)
+    tokens = torch.randn(70 * 16, 128, generator=source)
+    cache, table, keys = keys_of(tokens.view(70, 16, 128).mean(1))
+    q = torch.randn(1, 32, 128, generator=source).to(torch.float8_e4m3fn)
+    lengths = torch.tensor([70], dtype=torch.int32)
+    out = indexer_topk(q, cache, torch.ones(1, 32), lengths, table, k=20, output="positions", order="position")
+    scores = [sum(max(0.0, float(head @ key)) for head in q[0].double()) for key in keys]
+    assert out[0].tolist() == sorted(sorted(range(70), key=lambda i: -scores[i])[:20])
+
+
+def test_queries_of_keys_for_several_tokens():
+    """A key for 4 tokens: the query at position p sees (p + 1) // 4 keys, so each is a request of its own."""
+    source = torch.Generator().manual_seed(4)
+    cache, table, keys = keys_of(torch.randn(90, 128, generator=source))
+    positions = torch.arange(345, 355)
+    q = torch.randn(10, 32, 128, generator=source).to(torch.float8_e4m3fn)
+    weights = torch.randn(10, 32, generator=source)
+    seen = (positions + 1) // 4
+    assert seen.unique().tolist() == [86, 87, 88]
+    out = indexer_topk(q, cache, weights, seen.int(), table.repeat(10, 1), k=8, output="positions")
+    for row, length in enumerate(seen.tolist()):
+        scores = scores64(q[row], keys[:length], weights[row])
+        assert out[row].tolist() == sorted(range(length), key=lambda i, scores=scores: -scores[i])[:8]

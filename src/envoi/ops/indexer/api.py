@@ -72,7 +72,7 @@ def indexer_topk(
         for each 32. On Hopper a value in FP4 that is less than 2^-23 of its key's largest may count as zero.
     weights [B * next_n, H] float32, of any sign.
     seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
-        + n.
+        + n. Where a key stands for several tokens, lengths are in keys, and each query is a request, next_n = 1.
     block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
     k: 1 to 2048. next_n: query rows of each request: a few with speculative decoding, thousands in a prefill.
     mode "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.

@@ -316,7 +316,7 @@ def hopper_arguments(
 ) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of Hopper's `scores_kernel`."""
     values, scales = _descriptors(p.k_cache)
-    early = EARLY and space.counters is None  # `select_kernel` alone starts before this one's end
+    early = EARLY and space.counters is None  # `set_kernel` and `select_kernel` start before this one's end
     heads = p.q.shape[1]
     return (_programs(p, num_rows),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
