@@ -331,6 +331,8 @@ def test_the_old_name_of_the_order_warns(ordered, order):
     with pytest.warns(DeprecationWarning, match=f'ordered={ordered} is order="{order}" now'):
         found = indexer_topk(*tensors, k=512, output="positions", ordered=ordered)
     assert_same_bits(found, indexer_topk(*tensors, k=512, output="positions", order=order))
+    with pytest.raises(ValueError, match=f"order: expected none beside ordered={ordered}, got 'any'"):
+        indexer_topk(*tensors, k=512, order="any", ordered=ordered)
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 6, 511, 512, 513, 514, 516, 4096, 4097])

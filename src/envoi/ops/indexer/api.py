@@ -99,7 +99,9 @@ def indexer_topk(
     _check_choices(k_cache, mode, output, order)
     if ordered is not None:
         expect_bool("ordered", ordered)
-        order = "score" if ordered else "position"
+        given, order = order, "score" if ordered else "position"
+        if given not in ("score", order):
+            raise ValueError(f"order: expected none beside ordered={ordered}, got {given!r}")
         warnings.warn(f'ordered={ordered} is order="{order}" now', DeprecationWarning, stacklevel=3)
     tensors = q, k_cache, weights, seq_lens, block_table
     found, errors = _indexer_topk(*tensors, k, mode, next_n, output == "slots", order)
