@@ -15,7 +15,7 @@ from tests.helpers.slow import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[1]
 # README.md last: it opens a process group, which forks of the process would have.
-PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "docs" / "replay.md", ROOT / "README.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Ranks are started as `torch.multiprocessing.spawn` does it, or as forks, which import nothing anew.
 RUN = """
