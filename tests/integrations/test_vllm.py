@@ -230,10 +230,16 @@ def test_activations_that_are_asked_for_win(vllm, asked, caplog):
     assert ("activations in kMxfp8Dynamic are asked for" in caplog.text) == (asked is not None)
 
 
-@pytest.mark.parametrize("name", select.NAMED_BY["fp8"])
-def test_a_variable_that_names_a_kernel_wins(vllm, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("fp8_block128", "VLLM_USE_DEEP_GEMM"), ("fp8_block128", "VLLM_MOE_USE_DEEP_GEMM"),
+        ("fp8_block128", "VLLM_TEST_FORCE_FP8_MARLIN"), ("nvfp4", "VLLM_TEST_FORCE_FP8_MARLIN"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_names_a_kernel_wins(vllm, format, name, monkeypatch):
     integration.register()
-    oracle, keys = KEYS["fp8_block128"]
+    oracle, keys = KEYS[format]
     monkeypatch.setenv(name, "0")
     assert selector(vllm, oracle)(config(vllm), *keys) != OWN
     monkeypatch.setenv(name, "1")

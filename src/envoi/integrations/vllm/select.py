@@ -35,7 +35,11 @@ KEYS = {
 LAYERS = "vllm.model_executor.layers."  # where the methods are that run whatever kernel is chosen
 SHARED = "ipc_cache"  # vLLM's name for loading from a process that keeps processed weights
 ALL_GATHER = ("naive", "allgather_reducescatter")
-NAMED_BY = {"fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")}
+# vLLM's variables that name a kernel.
+NAMED_BY = {
+    "fp8": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN"),
+    "nvfp4": ("VLLM_TEST_FORCE_FP8_MARLIN",),
+}
 
 
 def install() -> None:
