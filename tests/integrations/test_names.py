@@ -1,12 +1,14 @@
 """Facts about an engine's names: the same from its source, as the command reads them, and from the imported module."""
 
 import sys
+import zipfile
 
 import pytest
 
 from envoi.integrations import names
 from envoi.integrations.names import Used
-from tools.engines.facts import fact
+from envoi.integrations.vllm.used import ATTRIBUTES
+from tools.engines.facts import fact, unnamed
 
 SOURCE = {
     "an_engine/__init__.py": "from an_engine.inner import choose\nfrom .inner import Kind\n",
@@ -105,3 +107,17 @@ def test_what_keeps_a_module_from_being_imported_is_named(engine):
     (engine / "an_engine" / "broken.py").write_text("import a_package_that_is_missing\nKEY = 1\n")
     with pytest.raises(names.MovedError, match="no an_engine.broken.KEY: No module named 'a_package_that_is_missing'"):
         names.found_names([Used("an_engine.broken", "KEY")])
+
+
+def test_attributes_that_a_wheel_no_longer_names(tmp_path):
+    texts = {module: f"layer.{given[0]} = {list(given[1:])!r}" for module, given in ATTRIBUTES.items()}
+    (kept, *_, moved) = ATTRIBUTES
+    for lost, line in ({}, []), ({moved: "layer.done = None"}, [f"{moved} names no {ATTRIBUTES[moved][0]}"]):
+        wheel = tmp_path / "vllm-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as file:
+            for module, text in (texts | lost).items():
+                file.writestr(f"{module.replace('.', '/')}.py", text)
+        assert unnamed("vllm", wheel) == line and unnamed("sglang", wheel) == []
+    with zipfile.ZipFile(wheel, "w"):
+        pass
+    assert f"{kept} names no moe_kernel" in unnamed("vllm", wheel)

@@ -374,7 +374,7 @@ def test_a_layer_that_vllm_doesnt_process_again_isnt_packed_again(vllm, packs_fo
     assert torch.equal(called(kernel(layer), given, X, IDS), want)
 
 
-def test_other_kernels_of_vllm_are_left_alone(vllm):
+def test_other_kernels_of_vllm_are_left_alone(vllm, caplog):
     integration.register()
     kind = vllm["vllm.model_executor.layers.fused_moe.routed_experts"].RoutedExperts
     own = SimpleNamespace()
@@ -384,6 +384,9 @@ def test_other_kernels_of_vllm_are_left_alone(vllm):
         layer = kind()
         layer.quant_method.process_weights_after_loading(layer)
         assert seen == [layer] and not vars(own)
+        line = "when they are loaded: SimpleNamespace has no moe_kernel: what is loaded anew may not reach"
+        assert (line in caplog.text) == (not more)
+        caplog.clear()
 
 
 X = torch.randn(3, H, generator=torch.Generator().manual_seed(2)).bfloat16()

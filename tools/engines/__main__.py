@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tools.engines.facts import RELEASES, downloaded, facts_of, problems, record, recorded
+from tools.engines.facts import RELEASES, downloaded, facts_of, problems, record, recorded, unnamed
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("dill", "msgspec")  # packages without which SGLang's modules can't be imported
@@ -34,7 +34,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             wheel = downloaded(engine, release, folder)
             version, facts = facts_of(engine, wheel)
-            why = problems(engine, facts)
+            why = problems(engine, facts) + unnamed(engine, wheel)
             if engine == "sglang" and not (why or args.record) and not runs_layers(wheel, Path(folder) / "files"):
                 why.append("its layers don't run as they should")
         if known and known.get(f"{engine} {version}") != facts:

@@ -14,7 +14,7 @@ from typing import Any
 
 from envoi.integrations.names import Fact, Used, missing
 from envoi.integrations.sglang.used import ALL as SGLANG
-from envoi.integrations.vllm.used import ALL, EXCHANGE, ROUTE
+from envoi.integrations.vllm.used import ALL, ATTRIBUTES, EXCHANGE, ROUTE
 
 RECORD = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "engines.json"
 RELEASES = {"vllm": ("0.26.0", "0.33.0"), "sglang": ("0.5.23",)}
@@ -55,6 +55,19 @@ def facts_of(engine: str, wheel: Path) -> tuple[str, dict[str, Fact | None]]:
             return file.read(path).decode() if path in names else None
 
         return wheel.name.split("-")[1], {str(used): fact(used, read) for used in USED[engine]}
+
+
+def unnamed(engine: str, wheel: Path) -> list[str]:
+    """Return which of the attributes that the integration reads a wheel's sources don't name, and where."""
+    with zipfile.ZipFile(wheel) as file:
+        known = set(file.namelist())
+        found = []
+        for module, names in ATTRIBUTES.items() if engine == "vllm" else ():
+            path = f"{module.replace('.', '/')}.py"
+            nodes = ast.walk(ast.parse(file.read(path) if path in known else ""))
+            named = {getattr(node, "attr", getattr(node, "value", None)) for node in nodes}
+            found += [f"{module} names no {name}" for name in names if name not in named]
+        return found
 
 
 def fact(used: Used, read: Read) -> Fact | None:

@@ -6,13 +6,16 @@ reaches captured graphs.
 """
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from envoi import env
+from envoi.integrations.lines import say
 from envoi.integrations.vllm import balance, exchange
+from envoi.integrations.vllm.used import DONE
 
-DONE = "_already_called_process_weights_after_loading"  # of vLLM's layers whose methods do nothing a second time
+logger = logging.getLogger("vllm.envoi")
 
 
 def install(names: Mapping[str, Any]) -> None:
@@ -45,6 +48,9 @@ def follow(layer: Any, names: Mapping[str, Any]) -> None:
         process(layer)
         if is_done:  # then nothing has happened, and weights may be in Envoi's order
             return
+        if not hasattr(method, "moe_kernel"):
+            why = f"{type(method).__name__} has no moe_kernel: what is loaded anew may not reach layers that Envoi runs"
+            say(logger, logging.WARNING, f"Envoi packs no MoE layers when they are loaded: {why}")
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         ours = experts if isinstance(experts, Experts) else None
         balance.take(layer, ours, names)

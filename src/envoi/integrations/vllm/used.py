@@ -3,6 +3,13 @@
 from envoi.integrations.names import Used
 
 MOE = "vllm.model_executor.layers.fused_moe"
+DONE = "_already_called_process_weights_after_loading"  # of vLLM's layers whose methods do nothing a second time
+# Attributes that vLLM's objects get while it runs, which no class shows: `python -m tools.engines` reads its sources.
+ATTRIBUTES = {
+    f"{MOE}.fused_moe_method_base": ("moe_kernel",),
+    f"{MOE}.unquantized_fused_moe_method": ("w13_weight", "w2_weight"),
+    "vllm.model_executor.model_loader.reload.layerwise": (DONE,),
+}
 KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 APPLY = (
     "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map",
