@@ -77,6 +77,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "fp8 a row": ("fp8_row", channels, {}),
     "mxfp4 of gpt-oss": ("mxfp4", mxfp4, OSS),
 }
+# Formats of which everything that Envoi packs is a view of what SGLang loads, and follows it.
+ANEW = ("bf16", "bf16, biases, gpt-oss", "fp8 in blocks", "fp8 a row")
 PARTS = 2  # ranks of an expert-parallel layer, of which this process is the last
 # Reason -> arguments of the server, config of weights, arguments of the layer.
 REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
@@ -283,6 +285,16 @@ def check_more(judge: Any) -> None:
         after, now = called(layer, *call), layer.quant_method.runner.runner_core.packed.gate_up.values.data_ptr()
     same = before is not None and after is not None and torch.equal(before, after) and place == now
     judge("mxfp4 loaded again", same, "the same memory and numbers" if same else "something else")
+    for name in ANEW:
+        format, make_config, given = CASES[name]
+        with server():
+            layer, loaded = made(make_config, **given)
+            run(layer, loaded)
+            fill(layer, seed=1)
+            loaded = weights_of(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+            errors = run(layer, loaded)
+        judge(f"{name}, loaded anew", max(errors.values()) < FORM[format], said(errors))
 
 
 def main() -> None:
