@@ -33,7 +33,7 @@ help:
 	@echo "make docs      the site, in site/: no network is used"
 	@echo "make ci        what has to pass before a change lands: .ci/run"
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
-	@echo "make engines   download supported releases of vLLM and SGLang: have they the names that are relied on?"
+	@echo "make engines   download supported releases of vLLM and SGLang: the names that are relied on, layers in their classes"
 	@echo "make compile   all kernels, with the Triton of every other pair"
 	@echo "make test-gpu  the tests that need a GPU"
 	@echo "make gate      compile all kernels, accept their counts and hashes: tests/machine_code/gate.json"

@@ -1,7 +1,7 @@
 """Names of serving engines that the integrations rely on, in the releases that are supported.
 
     python -m tools.engines            download each supported release (300 MB), compare with what is recorded, and run
-                                       layers of those that can run without a GPU: SGLang's
+                                       layers in its classes, without a GPU
     python -m tools.engines --record   and record what they have: tests/integrations/engines.json
     python -m tools.engines --newest   the newest releases: is anything that the integrations rely on gone?
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from tools.engines.facts import RELEASES, downloaded, facts_of, problems, record, recorded, unnamed
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("dill", "msgspec")  # packages without which SGLang's modules can't be imported
+NEEDED = {"sglang": ("dill", "msgspec"), "vllm": ()}  # packages without which an engine's modules can't be imported
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
             wheel = downloaded(engine, release, folder)
             version, facts = facts_of(engine, wheel)
             why = problems(engine, facts) + unnamed(engine, wheel)
-            if engine == "sglang" and not (why or args.record) and not runs_layers(wheel, Path(folder) / "files"):
+            if not (why or args.record or runs_layers(engine, wheel, Path(folder) / "files")):
                 why.append("its layers don't run as they should")
         if known and known.get(f"{engine} {version}") != facts:
             why.append("what is recorded differs: run python -m tools.engines --record")
@@ -47,15 +47,17 @@ def main() -> int:
     return int(failed)
 
 
-def runs_layers(wheel: Path, folder: Path) -> bool:
-    """Run `tools.engines.sglang_layers` on a wheel's Python files; return whether all is well."""
+def runs_layers(engine: str, wheel: Path, folder: Path) -> bool:
+    """Run an engine's `tools.engines.*_layers` on a wheel's Python files, without a GPU; return whether all is well."""
     with zipfile.ZipFile(wheel) as file:
         file.extractall(folder, [name for name in file.namelist() if not name.endswith(".so")])
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-    subprocess.run([*install, *NEEDED], check=True)
+    if NEEDED[engine]:
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+        subprocess.run([*install, *NEEDED[engine]], check=True)
     path = os.pathsep.join((str(folder), str(ROOT / "src"), str(ROOT)))
-    command = [sys.executable, "-W", "ignore", "-m", "tools.engines.sglang_layers"]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode == 0
+    command = [sys.executable, "-W", "ignore", "-m", f"tools.engines.{engine}_layers"]
+    here = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # on a GPU they need all of the engine
+    return subprocess.run(command, env=here).returncode == 0
 
 
 if __name__ == "__main__":

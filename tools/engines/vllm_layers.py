@@ -2,13 +2,13 @@
 
     python -m tools.engines.vllm_layers [CASE | "loaded anew" | failures | asleep | moved ..]
 
-with vLLM's dependencies importable.
+with vLLM's Python files importable, on a GPU with all of vLLM and its dependencies.
 
 Weights go the way that a server's go: vLLM's method for a layer makes parameters and chooses a kernel; parameters are
 filled, processed as loaded weights are, and the layer is called. The result is held to the layer in float64. Some are
 loaded anew as into a running server, and in some Envoi's kernels fail, so that vLLM's take over. Without a GPU torch
-computes the layers, and the process stands for one with a Hopper GPU; with one, layers are of practical sizes, and
-vLLM's own kernels run beside.
+computes the layers, the process stands for one with a Hopper GPU, and packages that a layer doesn't need are stood for
+by empty ones; with one, layers are of practical sizes, and vLLM's own kernels run beside.
 """
 # pyright: reportMissingImports=false
 
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from tools.engines import empty_packages
 from tools.engines.checks import Checks, said
 from tools.engines.weights import fill, widened
 
@@ -36,6 +37,11 @@ E, H, I, K = (32, 2048, 768, 4) if GPU else (8, 512, 256, 2)  # noqa: E741
 COUNTS = (1, 16, 64, 300, 2000) if GPU else (5,)
 WHOLE = ("weight_name", "shard_id", "expert_id")  # of which part a weight is, for vLLM's loaders
 MOE = "vllm.model_executor.layers.fused_moe"
+# Packages that vLLM imports and no layer needs.
+NEEDLESS = (
+    "aiohttp", "cachetools", "cbor2", "cloudpickle", "cpuinfo", "einops", "msgspec", "openai", "openai_harmony",
+    "pybase64", "uvloop", "zmq", "vllm.v1.structured_output",
+)  # fmt: skip
 FORM = {  # error against float64 that each format's rounding of tokens allows
     "bf16": 0.006, "fp8_block128": 0.06, "fp8_row": 0.06, "mxfp8": 0.06, "mxfp4": 0.006, "nvfp4": 0.006
 }  # fmt: skip
@@ -381,6 +387,8 @@ def prepare_envoi() -> None:
 
 def prepare(stack: contextlib.ExitStack) -> None:
     """Switch Envoi on, and make this process vLLM's only rank."""
+    if not GPU:
+        empty_packages.stand_for(NEEDLESS)
     from vllm import distributed
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
