@@ -8,7 +8,8 @@ import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +47,26 @@ def downloaded(engine: str, release: str | None, folder: str) -> Path:
     return wheel
 
 
-def facts_of(engine: str, wheel: Path) -> tuple[str, dict[str, Fact | None]]:
-    """Return a wheel's version and facts."""
+@contextmanager
+def sources(wheel: Path) -> Iterator[Read]:
+    """Give what returns the text of a path in a wheel, None if there is no such file."""
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
+        yield lambda path: file.read(path).decode() if path in names else None
 
-        def read(path: str) -> str | None:
-            return file.read(path).decode() if path in names else None
 
+def facts_of(engine: str, wheel: Path) -> tuple[str, dict[str, Fact | None]]:
+    """Return a wheel's version and facts."""
+    with sources(wheel) as read:
         return wheel.name.split("-")[1], {str(used): fact(used, read) for used in USED[engine]}
 
 
 def unnamed(engine: str, wheel: Path) -> list[str]:
     """Return which of the attributes that the integration reads a wheel's sources don't name, and where."""
-    with zipfile.ZipFile(wheel) as file:
-        known = set(file.namelist())
+    with sources(wheel) as read:
         found = []
         for module, names in ATTRIBUTES.items() if engine == "vllm" else ():
-            path = f"{module.replace('.', '/')}.py"
-            nodes = ast.walk(ast.parse(file.read(path) if path in known else ""))
+            nodes = ast.walk(ast.parse(read(f"{module.replace('.', '/')}.py") or ""))
             named = {getattr(node, "attr", getattr(node, "value", None)) for node in nodes}
             found += [f"{module} names no {name}" for name in names if name not in named]
         return found
