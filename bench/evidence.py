@@ -51,6 +51,8 @@ BASELINES = {
     "vllm_marlin": "vLLM's Marlin kernels on the case's MXFP4 weights, bf16 activations",
     "vllm_deepgemm": "vLLM's permutation and activation around its DeepGEMM's grouped FP8 products",
     "vllm_engine": "vLLM's engine with the experts' kernels that it chooses itself",
+    "vllm_engine_deep_gemm": "vLLM's engine with --moe-backend deep_gemm",
+    "vllm_engine_marlin": "vLLM's engine with --moe-backend marlin",
     "sglang_engine": "SGLang's engine with the experts' kernels that it chooses itself",
     "routed": "Envoi's experts, and gate and top-k by envoi.route too (ENVOI_VLLM_ROUTE=1)",
     "humming_w8a8": "Humming's indexed products, FP8 weights in blocks and FP8 activations in groups of 128",

@@ -27,7 +27,8 @@ LIBRARIES = {
     "vllm": Library(
         "vllm", "0.33.0", "2026-11-27",
         ("vllm_triton", "vllm_marlin", "vllm_deepgemm", "vllm_router", "vllm_torch_topk", "vllm_cooperative_topk_set",
-         "vllm_persistent_topk_set", "vllm_per_row_topk_set", "vllm_engine"),
+         "vllm_persistent_topk_set", "vllm_per_row_topk_set", "vllm_engine", "vllm_engine_deep_gemm",
+         "vllm_engine_marlin"),
     ),
     "sglang": Library("sglang", "0.5.23", "2026-11-28", ("sglang_engine",)),
     "humming-kernels": Library("humming", "0.1.19", "2026-11-27", ("humming_w8a8", "humming_w4a16", "humming_w4a8")),

@@ -41,14 +41,15 @@ def line(measurements: Sequence[Measurement]) -> str:
     return f"{' and '.join(parts)} (sizes of {which}, {measurements[0].gpu})"
 
 
-def baseline_named(engine: str) -> str:
-    """Return the baseline that is an engine with its own kernels."""
-    return f"{engine}_engine"
+def baseline_named(engine: str, backend: str = "") -> str:
+    """Return the baseline that is an engine with its own kernels; backend: one that it doesn't choose itself."""
+    return f"{engine}_engine_{backend}" if backend else f"{engine}_engine"
 
 
 def baseline_of(m: Measurement) -> str:
-    """Return the baseline of a measurement of an engine."""
-    return baseline_named(_parts(m)["engine"])
+    """Return the baseline of a measurement of an engine: with the fastest of its own kernels."""
+    own = baseline_named(_parts(m)["engine"])
+    return min((name for name in m.baselines if name.startswith(own)), key=lambda name: m.baselines[name])
 
 
 def _engine(m: Measurement) -> str:
@@ -77,7 +78,9 @@ def _cell(m: Measurement | None, ours: str = "") -> str:
         return "-"
     us = m.baselines[ours] if ours else m.ours_us
     tokens, theirs = _tokens(m), m.baselines[baseline_of(m)]
-    return f"{tokens / theirs * SECOND:,.0f} to {tokens / us * SECOND:,.0f} ({ratio(theirs, us)})"
+    backend = baseline_of(m).removeprefix(baseline_named(_parts(m)["engine"])).strip("_")
+    by = f", {backend}" if backend else ""
+    return f"{tokens / theirs * SECOND:,.0f} to {tokens / us * SECOND:,.0f} ({ratio(theirs, us)}{by})"
 
 
 def _tokens(m: Measurement) -> int:
@@ -99,8 +102,10 @@ def _caption(measurements: Sequence[Measurement]) -> str:
     )
     rounds = ", ".join(dict.fromkeys(str(m.n) for m in measurements))
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    named = any(baseline_of(m) != baseline_named(_parts(m)["engine"]) for m in measurements)
+    which = "; a name: of `--moe-backend`, where that is faster than the choice by default" if named else ""
     return (
-        f"Tokens/s, {_engine(measurements[0])}'s own kernels to Envoi's. One {measurements[0].gpu}, {torches}, {when}, "
-        f"commit {commits}; medians of {rounds} rounds, in turns. Seconds of a first start with empty caches, all "
-        f"engines of a model at once: {ready}."
+        f"Tokens/s, {_engine(measurements[0])}'s own kernels to Envoi's{which}. "
+        f"One {measurements[0].gpu}, {torches}, {when}, commit {commits}; medians of {rounds} rounds, in turns. "
+        f"Seconds of a first start with empty caches, all engines of a model at once: {ready}."
     )

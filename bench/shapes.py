@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from math import log2
 
 from envoi.tune.problems import GemmShape, GroupedShape, drawn_rows
 from tools.oracles.indexer_workloads import Workload, one, workloads
@@ -370,6 +371,7 @@ def moe_name(s: MoeShape) -> str:
 
 
 MIXED = (65536, 1024, 300, 20000) * 4  # lengths of requests
+DRAWN_SEED, DRAWN_BATCHES = 7, 8
 
 
 def _indexer_cases(suite: str) -> list[Case]:
@@ -384,11 +386,22 @@ def _indexer_cases(suite: str) -> list[Case]:
     return found if suite == "indexer_exact" else [*found, *_set_cases(suite), *_prefill_cases(suite)]
 
 
+def _drawn_lengths() -> dict[str, tuple[int, ...]]:
+    """Return batches of requests whose lengths nobody chose, by their number and the longest."""
+    draw, found = random.Random(DRAWN_SEED), {}
+    for nth in range(DRAWN_BATCHES):
+        rows = round(128 ** ((nth + draw.random()) / DRAWN_BATCHES))
+        most = min(131072, 2**22 // rows)
+        lengths = tuple(round(2 ** draw.uniform(9, log2(most))) for _ in range(rows))
+        found[f"drawn {rows}x{max(lengths)}"] = lengths
+    return found
+
+
 def _set_cases(suite: str) -> list[Case]:
-    """Return sets in any order: of several sizes, numbers of heads, keys in FP4, and of blocks."""
+    """Return sets in any order: of several sizes, drawn too, numbers of heads, keys in FP4, and of blocks."""
     long = (32768,) * 32
     sizes = {"1x131072": (131072,), "32x32768": long, "64x8192": (8192,) * 64, "16x4096": (4096,) * 16,
-             "16xmixed": MIXED}  # fmt: skip
+             "16xmixed": MIXED, **_drawn_lengths()}  # fmt: skip
     return [
         *(Case(suite, f"set {name}", IndexerShape((one(lengths),), "any")) for name, lengths in sizes.items()),
         *(

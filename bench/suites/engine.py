@@ -6,10 +6,12 @@
 SGLang captures none for prefill here, whose steps are longer than its graphs; its attention is by its Triton kernels.
 
 The engines of a model are in memory at once and run rounds in turns, in both orders (`engine_turns.py`). Random
-weights, the same for all; no tokens per second depend on them but by the routing. DeepGEMM is off in all. Error: one
-layer of the model's sizes in its format on 64 tokens, as suite moe has it. Details: seconds until the engine took
-requests, all caches empty and the others starting too; the ratio to the default in rounds that began with it, and in
-those that ended with it.
+weights, the same for all; no tokens per second depend on them but by the routing. Error: one layer of the model's sizes
+in its format on 64 tokens, as suite moe has it. Details: seconds until the engine took requests, all caches empty and
+the others starting too; the ratio to the default in rounds that began with it, and in those that ended with it.
+
+vLLM is also timed with experts' kernels that it doesn't choose itself, which `--moe-backend` names. Dense layers in FP8
+run on DeepGEMM in all of its engines, as it chooses.
 """
 
 from functools import cache
@@ -22,7 +24,7 @@ import torch
 from bench.served import baseline_named
 from bench.shapes import Case, EngineShape, MoeShape, Options
 from bench.suites import moe
-from bench.suites.engine_process import ENGINES, SERVED
+from bench.suites.engine_process import BACKENDS, ENGINES, SERVED
 from bench.suites.engine_turns import Found, in_turns, python
 from bench.suites.models import MODELS
 from bench.suites.torch_moe import eager_moe
@@ -33,8 +35,8 @@ from envoi.ops.moe import moe as envoi_moe
 PREFILL = (16, 2048)
 DECODE = (1, 16, 64, 256)
 ERROR_TOKENS = 64
-# Of these a third engine fits beside, with Envoi's gate too: the model hands its gate to the layer.
-ROUTED = {("vllm", "Qwen3-30B-A3B", "fp8_block128")}
+# Models that hand their gates to the layer, and of how many layers another engine fits beside, with Envoi's gate too.
+ROUTED = {("vllm", "Qwen3-30B-A3B", "fp8_block128"): 24}
 
 
 def cases(options: Options) -> list[Case]:
@@ -71,10 +73,12 @@ def measure(case: Case, bench: Bench) -> Trial:
     ours, base = found["envoi"], found["default"]
     baselines = {baseline_named(shape.engine): _timing(base, step)}
     missing = {}
-    if "routed" in found and found["routed"].rounds:
-        baselines["routed"] = _timing(found["routed"], step)
-    elif "routed" in found:
-        missing["routed"] = found["routed"].why
+    for backend in [name for name in found if name not in ("default", "envoi")]:
+        name = backend if backend in BACKENDS else baseline_named(shape.engine, backend)
+        if found[backend].rounds:
+            baselines[name] = _timing(found[backend], step)
+        else:
+            missing[name] = found[backend].why
     return Trial(
         _timing(ours, step), baselines, error, 0.0, details=_details(shape.engine, found, step), missing=missing
     )
@@ -107,7 +111,9 @@ def engines(
 
     What goes wrong is returned too, and so kept: the model's other cases needn't wait for it again.
     """
-    backends = ("default", "envoi", "routed") if (engine, model, format) in ROUTED else ("default", "envoi")
+    backends = ["default", "envoi", *SERVED[model].named_in(engine, format)]
+    if num_layers <= ROUTED.get((engine, model, format), 0):
+        backends.append("routed")
     commands = {
         backend: python(
             "bench.suites.engine_process", "--engine", engine, "--model", model, "--format", format, "--backend",

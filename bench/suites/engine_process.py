@@ -33,6 +33,7 @@ BACKENDS = {  # name: settings of Envoi in vLLM
     "envoi": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "0"},
     "routed": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "1"},
 }
+NAMED = ("deep_gemm", "marlin")  # backends of experts that vLLM's --moe-backend names, where it doesn't choose them
 RUNNERS = {"default": "auto", "envoi": "envoi"}  # name: SGLang's runner of experts
 CHUNK = 8192  # tokens of a prefill's step
 CACHE_GIB = 3  # of keys and values: 32,000 tokens of a model with 100 KB each, more than any step has
@@ -51,11 +52,16 @@ class Served:
     keys: dict[str, Any]
     formats: tuple[str, ...]
     attention: str = "FLASH_ATTN"  # vLLM's
+    named: tuple[tuple[str, str], ...] = ()  # (format, of NAMED) that vLLM is also timed with
     in_sglang: tuple[str, ...] = ()  # formats
 
     def formats_in(self, engine: str) -> tuple[str, ...]:
         """Return the formats in which an engine serves it here."""
         return {"vllm": self.formats, "sglang": self.in_sglang}[engine]
+
+    def named_in(self, engine: str, format: str) -> list[str]:
+        """Return the backends of experts that are timed beside the engine's own choice."""
+        return [name for served, name in self.named if served == format and engine == "vllm"]
 
 
 SERVED = {
@@ -65,7 +71,7 @@ SERVED = {
             "intermediate_size": 6144, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
             "rope_theta": 1e6, "max_window_layers": 48, "use_sliding_window": False,
         },
-        ("bf16", "fp8_block128"), in_sglang=("bf16",),
+        ("bf16", "fp8_block128"), named=(("fp8_block128", "deep_gemm"),), in_sglang=("bf16",),
     ),
     "gpt-oss-20b": Served(
         "GptOssForCausalLM", "gpt_oss", 24, 201088,
@@ -78,7 +84,7 @@ SERVED = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        ("mxfp4",),
+        ("mxfp4",), named=(("mxfp4", "marlin"),),
     ),
     # As many layers as fit, beside the one whose error is measured while the engines start; the first is dense.
     "DeepSeek-V3": Served(
@@ -90,6 +96,7 @@ SERVED = {
         },
         ("fp8_block128",),
         "TRITON_MLA",
+        (("fp8_block128", "deep_gemm"),),
     ),
 }  # fmt: skip
 
@@ -195,7 +202,8 @@ class Vllm:
         """folder: has a config.json; sizes: numbers of sequences of its graphs."""
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_USE_DEEP_GEMM": "0", **BACKENDS[arguments.backend],
+            # DeepGEMM's kernels are compiled in the first calls that need them, not for all numbers of tokens.
+            "VLLM_DEEP_GEMM_WARMUP": "skip", **BACKENDS.get(arguments.backend, BACKENDS["default"]),
         }  # fmt: skip
         loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
         attention: Any = importlib.import_module("vllm.v1.attention.backends.registry")
@@ -207,7 +215,8 @@ class Vllm:
             # Other engines are in the GPU's memory: what is free at a moment says nothing.
             gpu_memory_utilization=0.2, kv_cache_memory_bytes=CACHE_GIB << 30,
             max_num_batched_tokens=CHUNK, max_num_seqs=max(sizes), seed=0,
-            enable_prefix_caching=False, disable_log_stats=True, moe_backend="auto",
+            enable_prefix_caching=False, disable_log_stats=True,
+            moe_backend=arguments.backend if arguments.backend in NAMED else "auto",
             attention_backend=attention.AttentionBackendEnum[SERVED[arguments.model].attention],
             compilation_config={"cudagraph_capture_sizes": sizes},
         )  # fmt: skip
@@ -273,7 +282,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", choices=SERVED, required=True)
     parser.add_argument("--format", required=True)
-    parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--backend", choices=[*BACKENDS, *NAMED], required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prefill", default="16x2048")
     parser.add_argument("--decode", default="1,16,64,256")

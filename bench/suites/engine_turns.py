@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 READY_S = 400  # until an engine takes requests
+WARM_S = 240  # until each step was made once; kernels may be compiled
 ANSWER_S = 120  # until a round is done
 LOOK_S = 2.0  # how often an engine that says nothing is looked at
 # Settings of caches that would be shared, and their folders in an engine's own home.
@@ -110,7 +111,7 @@ def in_turns(
                 running[name] = Contender(command, log, home)
             meanwhile()
             _fill(found, running, "ready", READY_S)
-            _fill(found, running, "warm", ANSWER_S)
+            _fill(found, running, "warm", WARM_S)
             for number in range(rounds):
                 order = list(running)[:: 1 if number % 2 == 0 else -1]
                 _fill(found, running, "round", ANSWER_S, order)

@@ -71,14 +71,16 @@ def measured(
 
 
 def test_engines_run_once_for_all_cases_of_a_model(monkeypatch):
-    chosen, bench, asked = measured(monkeypatch, {"default": answers(8.0), "envoi": answers(4.0)})
+    found = {"default": answers(8.0), "envoi": answers(4.0), "marlin": answers(6.0)}
+    chosen, bench, asked = measured(monkeypatch, found)
     trials = {case.name: measure(case, bench) for case in chosen}
     (commands,) = asked
-    assert [command[command.index("--backend") + 1] for command in commands.values()] == ["default", "envoi"]
+    assert [command[command.index("--backend") + 1] for command in commands.values()] == list(found)
     assert all(command[command.index("--model") + 1] == "gpt-oss-20b" for command in commands.values())
     trial = trials["vllm, gpt-oss-20b mxfp4 x24, decode 16"]
     assert (trial.ours.p10_us, trial.ours.p90_us, trial.ours.n) == (20.0, 21.0, 4)
     assert trial.baselines["vllm_engine"].p90_us == 25.0
+    assert trial.baselines["vllm_engine_marlin"].p90_us == 23.0
     row = runner.to_measurement(chosen[0], trials[chosen[0].name], ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")
     assert row.details == {
         "vllm": "1.2", "ready s": "4.0 (default 8.0)", "memory GiB": "5.0 (default 5.0)", "tokens repeat": "True",
@@ -180,7 +182,7 @@ def test_rounds_come_in_both_orders_in_homes_of_their_own(tmp_path):
     ],
 )
 def test_one_that_fails_leaves_the_others_running(monkeypatch, tmp_path, kind, word, why):
-    monkeypatch.setattr(engine_turns, "ANSWER_S", 0.5 if kind == "hangs" else 60)
+    monkeypatch.setattr(engine_turns, "WARM_S", 0.5 if kind == "hangs" else 60)
     monkeypatch.setattr(engine_turns, "LOOK_S", 0.2)
     found, _ = turns(tmp_path, [kind, "other"])
     assert re.fullmatch(f"{word}: {why}.*", found[kind].why)

@@ -87,7 +87,8 @@ def served(
 def test_served_models_are_a_table_and_a_line_of_the_rows(tmp_path):
     rows = [
         served("prefill 2x500", 1e6, 2e6, routed=0.5e6), served("decode 4", 100.0, 125.0),
-        served("decode 4", 100.0, 90.0, "N mxfp4"), served("prefill 2x500", 1e5, 1e5, "N mxfp4"),
+        served("decode 4", 100.0, 90.0, "N mxfp4", vllm_engine_marlin=95.0),
+        served("prefill 2x500", 1e5, 1.5e5, "N mxfp4", vllm_engine_marlin=1e5),
         served("decode 4", 100.0, 150.0, engine="sglang"),
     ]  # fmt: skip
     evidence.append(tmp_path, rows)
@@ -97,7 +98,7 @@ def test_served_models_are_a_table_and_a_line_of_the_rows(tmp_path):
         "--- | ---: | ---:",
         "M, bf16, 4 layers, vLLM 0.26.0 | 500 to 1,000 (2.00x) | 32,000 to 40,000 (1.25x)",
         "M, bf16, 4 layers, vLLM 0.26.0, `ENVOI_VLLM_ROUTE=1` | 500 to 2,000 (4.00x) | -",
-        "N, mxfp4, 4 layers, vLLM 0.26.0 | 10,000 to 10,000 (1.00x) | 44,444 to 40,000 (0.90x)",
+        "N, mxfp4, 4 layers, vLLM 0.26.0 | 10,000 to 10,000 (1.00x, marlin) | 44,444 to 40,000 (0.90x)",
     ]
     assert "M, bf16, 4 layers, vLLM 0.26.0: 3.0 (default 2.0)" in text
     line = render("<!-- bench:engine:h200:line -->x<!-- /bench -->", tmp_path)
