@@ -31,6 +31,23 @@ def test_in_registers(k, by_score, as_torch, longest):
         assert wrong_rows(rows, k, order, way="clusters") == [], kind
 
 
+@pytest.mark.parametrize(("longest", "count"), [(16384, 70), (32768, 70), (65536, 60), (131072, 32)])
+@pytest.mark.parametrize("by_score", [True, False])
+@pytest.mark.parametrize("k", [201, 2048])
+def test_short_rows_share_clusters(k, by_score, longest, count):
+    """Check rows that are more than the clusters which run at a time: of all lengths, nearly all short, all long."""
+    order = Order(slots=True, by_score=by_score)
+    edges = (longest, 0, 8192, 8193, longest // 2, longest // 2 + 1, 16384, 16385, 2049, 70)
+    drawn = torch.randint(0, longest + 1, (count - len(edges),), generator=torch.Generator().manual_seed(k)).tolist()
+    mixed = tuple(min(n, longest) for n in (*edges, *drawn))
+    source = torch.Generator("cuda").manual_seed(longest)
+    for kind, rows in hostile_rows(source, mixed):
+        assert wrong_rows(rows, k, order, way="clusters") == [], kind
+    for lengths in ((longest, *range(3000, 3000 + count - 1)), (longest,) * count):
+        rows = [torch.randn(n, generator=source, device="cuda") for n in lengths]
+        assert wrong_rows(rows, k, order, way="clusters") == []
+
+
 @pytest.mark.parametrize("as_torch", [True, False])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_candidates(k, as_torch):

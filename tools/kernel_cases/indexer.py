@@ -100,6 +100,7 @@ KERNELS = (
             ("-128", "the 128 best, of rows of 131072 tokens at most", partial(SET, k=128)),
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
+            ("-many-131072", "the same, of rows of 131072 tokens at most", partial(SET, requests=32)),
             ("-first", "the k best by position, before they are put in order", BEST),
             ("-first-4096", "the k best, best first, of rows of 4096 tokens", partial(call_of_fast, "score", SHORT)),
             ("-first-8192", "the same, of rows of 8192 tokens", partial(call_of_fast, "score", 128)),

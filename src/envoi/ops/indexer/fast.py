@@ -50,7 +50,7 @@ SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that severa
 MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
 MOST_CLUSTERED = MOST_PROGRAMS * CHUNKS[-1]  # scores that a cluster holds
 SET_WARPS = 32  # of a program of such a cluster, where LONG_CHUNK scores are too few
-SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; if there are more, two share it
+SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; of more, short rows share some
 BEST_WARPS = 16  # of the program that puts a cluster's set in order
 PARTS = 4  # programs that select from a longer row
 FEW_ROWS, FEW_RANKED, MOST_CANDIDATES = 2, 4, 1 << 18  # see `by_candidates`
@@ -417,14 +417,15 @@ def set_arguments(
     else:
         programs = min(MOST_PROGRAMS, next_power_of_2(max(1, -(-p.max_length // LONG_CHUNK))))
     chunk = next(size for size in CHUNKS if p.max_length <= programs * size)
+    shared = programs > 1 and num_rows > SPREAD[programs]
     if chunk > LONG_CHUNK:
         options["num_warps"] = SET_WARPS
-    elif programs > 1 and num_rows > SPREAD[programs]:
+    elif shared:
         options["maxnreg"] = SELECT_REGISTERS
     follows = best_follows(p, order)
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots and not follows, order.as_torch, chunk, programs,
+        p.k, order.slots and not follows, order.as_torch, chunk, programs, shared,
         programs == 1 and num_rows <= num_sms(p.q.device), follows, order.by_score and not follows,
     ), options  # fmt: skip
 

@@ -2,7 +2,8 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """Selection of each row's k best scores as a set, in decode on Hopper: a cluster of programs holds a row in registers.
 
-Each program has a share of the row's neighbouring tokens, and counts in its shared memory; a short row has one program.
+Each program has a share of the row's neighbouring tokens, and counts in its shared memory; a short row has one program,
+alone or as one of a cluster that holds as many short rows.
 
     range      guessed from a sample of the row; bins of equal width in it are counted
     the bin    that holds the k-th best: if it holds few, they are listed, and the best of them chosen
@@ -62,6 +63,7 @@ from envoi.ops.indexer.room import (
 from envoi.runtime import cluster
 
 MOST_PROGRAMS: tl.constexpr = tl.constexpr(8)
+MOST_ROWS: tl.constexpr = tl.constexpr(512)  # of a launch
 WIDTH: tl.constexpr = tl.constexpr(64)  # bins in a row
 FEW: tl.constexpr = tl.constexpr(64)  # tokens that are listed
 SUMS_AT: tl.constexpr = tl.constexpr(5280)  # words: sums of rows, of each count and program,
@@ -390,16 +392,33 @@ def choose_share(
     put_marked(room, CHUNK // 8 // LANES)
 
 
+@triton.jit
+def assigned(seq_lens, first_row, num_rows, next_n, width, program, CHUNK: tl.constexpr, CLUSTER: tl.constexpr):
+    """Return the row of a program, counted from first_row, and whether it has it alone; -1 if there is none for it.
+
+    First come the clusters of rows longer than CHUNK, one each; then those that hold a row in each of their programs.
+    """
+    ids = tl.arange(0, MOST_ROWS)
+    is_long = (visible(seq_lens, first_row + ids, first_row + num_rows, next_n, width) > CHUNK).to(tl.int32)
+    upto = tl.cumsum(is_long, 0)
+    programs = CLUSTER * tl.max(upto, 0)  # of long rows
+    at = tl.where(is_long != 0, CLUSTER * (upto - 1), programs + ids - upto)
+    is_alone = program >= programs
+    wanted = tl.where(is_alone, program, program // CLUSTER * CLUSTER)
+    return tl.max(tl.where((at == wanted) & (ids < num_rows), ids, -1), 0), is_alone
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def set_kernel(
     logits, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, CLUSTER: tl.constexpr,
-    ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
+    SHARED: tl.constexpr, ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output, by position unless it ORDERS, and its error, as `select_kernel` does.
 
     CLUSTER programs a row, which is no longer than CLUSTER * CHUNK. Launched before the scores' kernel ends, with at
     least 64 * CLUSTER threads.
+    SHARED: rows of at most CHUNK tokens share clusters; else each has one. There are more clusters than run at a time.
     ALONE: there is an SM for each program; if two fitted one, the first idle SM would get two while others have none.
     BEFORE_BEST: `best_kernel` follows, launched once the scores are there; it reads those of short rows too.
     ORDERS: the best come first, which the one program of a row does.
@@ -411,6 +430,14 @@ def set_kernel(
     rank = tl.program_id(0) % CLUSTER
     if CLUSTER > 1:
         cluster.form(CLUSTER)
+    is_first = rank == 0
+    if SHARED:
+        program = tl.program_id(0)
+        own, is_alone = assigned(seq_lens, first_row, num_rows, next_n, width, program, CHUNK, CLUSTER)
+        if own < 0:
+            return
+        is_first = is_first | is_alone
+    if CLUSTER > 1:
         set_up_barriers(room, rank * 0 + BARRIERS_AT, NUM_BARRIERS)
         cluster.arrive()
     row = first_row + own
@@ -427,8 +454,17 @@ def set_kernel(
     put(room, LIST_AT + lists, tl.full((4 * FEW,), -INF, tl.float32), lists >= 0)
     put(room, LISTED_AT + lists * 0, lists * 0, lists >= 0)
     good = pages_are_good(table, n, num_pages)
-    tl.store(errors + row, tl.where(seen < 0, BAD_LENGTH, tl.where(good, 0, BAD_PAGE)), mask=rank == 0)
+    tl.store(errors + row, tl.where(seen < 0, BAD_LENGTH, tl.where(good, 0, BAD_PAGE)), mask=is_first)
     n = tl.where(good, n, 0)
+    if SHARED:
+        if (n > K) & is_alone:
+            mine = Share(n * 0, n * 0, n)
+            given = Row(logits, table, n)
+            put_slots(room, given, mine, SLOTS, CHUNK)
+            wait_for_scores(BEFORE_BEST)
+            choose_share(room, given, mine, K, NAN_FIRST, CHUNK, 1)
+            store_chosen(room, out + row.to(tl.int64) * K, n * 0, 1)
+            return
     if n > K:
         share = tl.multiple_of(tl.cdiv(n, CLUSTER * PAGE) * PAGE, PAGE)
         first = share * rank
@@ -448,7 +484,7 @@ def set_kernel(
     else:
         if BEFORE_BEST or ORDERS:  # what waits for this kernel's end waits for the scores, whatever the lengths
             wait_for_scores(BEFORE_BEST)
-        if (rank == 0) & (not ORDERS):
+        if is_first & (not ORDERS):
             slots = tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1)
             tl.store(out + row.to(tl.int64) * K + bins, slots, mask=bins < K)
     if ORDERS:
