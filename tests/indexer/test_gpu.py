@@ -239,6 +239,26 @@ def test_best_first_of_10000_rows(seed):
                     assert not bool(wrong.any()), f"{int(wrong.sum())} rows of up to {most}, k {k}, {heads} heads"
 
 
+@pytest.mark.parametrize("most", [3000, 20000, 170000])
+@pytest.mark.parametrize(("requests", "next_n"), [(3, 1), (40, 1), (90, 1), (30, 2)])
+def test_tables_wider_than_most_rows(requests, next_n, most):
+    """Check rows that are far shorter than their row of the table, beside some that no cluster holds."""
+    q, cache, weights, lengths, table = random_tensors(
+        requests, most, 64, next_n, torch.Generator("cuda").manual_seed(most)
+    )
+    for columns in (2048, 2560, 5000):
+        wide = torch.nn.functional.pad(table, (0, max(0, columns - table.shape[1])), value=2**31 - 1)
+        tensors = q, cache, weights, lengths, wide
+        for k in (512, 2048):
+            given = {"k": k, "mode": "fast", "next_n": next_n, "output": "positions", "return_errors": True}
+            want = sorted_own(tensors, k, next_n)
+            best, errors = indexer_topk(*tensors, order="score", **given)
+            assert torch.equal(best, want) and not bool(errors.any())
+            chosen, errors = indexer_topk(*tensors, order="any", **given)
+            last = want.masked_fill(want < 0, 2**31 - 1).sort(1).values
+            assert torch.equal(chosen.masked_fill(chosen < 0, 2**31 - 1), last) and not bool(errors.any())
+
+
 def sorted_own(tensors, k, next_n):
     """Return positions of the k best of the kernels' own scores, equal ones ascending, then -1."""
     p = fast.Problem(*tensors, k, next_n)

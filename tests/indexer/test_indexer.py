@@ -352,7 +352,7 @@ def test_launches_of_many_rows(next_n):
             assert all(row // next_n == (min(row + block, end) - 1) // next_n for row in range(first, end, block))
         many = rows > fast.MANY_ROWS
         words = p.max_length if many else p.max_length + fast.NUM_GROUPS + fast.list_words(p)
-        assert most == 1 or 4 * most * words <= (fast.PREFILL_BYTES if many else fast.WORKSPACE_BYTES)
+        assert most == 1 or 4 * most * words <= (fast.LARGE_BYTES if many else fast.WORKSPACE_BYTES)
         share = {64: 8, 48: 8, 32: 8, 4: 16}[heads]  # their heads fill the 128 columns of two products, or of four
         of_few = max(n for n in (1, 2, 4, 8, 16) if next_n % n == 0 and n <= share)
         large = rows >= 128 and rows * width >= 16384 and width <= 256  # pages; longer rows of few have groups
@@ -399,6 +399,20 @@ def test_sets_of_a_decode_are_chosen_in_registers(rows, width, order, expected):
     """Check by which kernel a call ends; width: pages of 64 tokens."""
     launched = launches_of(partial(call_of_fast, order, width, rows), "sm_90")
     assert launched[-1].kernel.fn.__name__ == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "order", "expected"),
+    [
+        (200, 1024, "any", ["scores", "set"]), (256, 2048, "any", ["scores", "set"]),
+        (257, 2048, "any", 2 * ["scores", "set"]), (64, 2560, "any", ["scores", "set", "select"]),
+        (64, 2560, "score", ["scores", "set", "best", "select"]),
+    ],
+)  # fmt: skip
+def test_a_decode_in_wide_tables_takes_few_launches(rows, width, order, expected):
+    """Check the kernels; width: pages of 64 tokens."""
+    launched = launches_of(partial(call_of_fast, order, width, requests=rows), "sm_90")
+    assert [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in launched] == expected
 
 
 def test_prefill_of_other_lengths_takes_the_same_kernels():

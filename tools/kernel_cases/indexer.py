@@ -101,6 +101,8 @@ KERNELS = (
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
             ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
             ("-many-131072", "the same, of rows of 131072 tokens at most", partial(SET, requests=32)),
+            ("-longer", "the same, before longer rows", partial(call_of_fast, "position", LONGER)),
+            ("-many-longer", "the same, of many rows", partial(call_of_fast, "position", LONGER, requests=32)),
             ("-first", "the k best by position, before they are put in order", BEST),
             ("-first-4096", "the k best, best first, of rows of 4096 tokens", partial(call_of_fast, "score", SHORT)),
             ("-first-8192", "the same, of rows of 8192 tokens", partial(call_of_fast, "score", 128)),
@@ -108,6 +110,10 @@ KERNELS = (
         )
     ),
     case_of("indexer-best", "the k best of a set, best first", HOPPER, BEST, "best_kernel"),
+    case_of(
+        "indexer-best-longer", "the same, beside longer rows", HOPPER, partial(call_of_fast, "score", LONGER),
+        "best_kernel",
+    ),
     case_of("indexer-best-201", "the 201 best, whose rows aren't aligned", HOPPER, partial(BEST, k=201), "best_kernel"),
     case_of(
         "indexer-select", "the k best by position, of longer rows; launched before the scores' kernel ends", HOPPER,

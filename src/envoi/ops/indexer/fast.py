@@ -26,7 +26,8 @@ from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 MANY_ROWS = 512  # a call of more is a prefill
 SHARED_ROWS, SHARED_KEYS = 128, 1 << 20  # least rows, and keys of all of them, of smaller calls whose rows share tiles
-WORKSPACE_BYTES, PREFILL_BYTES = 16 << 20, 128 << 20  # of a call, of a prefill
+# Scratch memory of a call: its parts, where other ways choose the best; all rows at once, where rows are many.
+WORKSPACE_BYTES, LARGE_BYTES = 16 << 20, 128 << 20
 MAX_ROWS, MAX_BLOCKS = 256, 512  # most rows of a launch, or blocks of them: a program finds its tiles in a sum over all
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
 LIST_WORDS = 2 * kernel_select.MOST.value + 1  # of a program's list, and their number
@@ -82,6 +83,11 @@ class Problem:
         return self.num_rows > MANY_ROWS
 
     @property
+    def outgrows_clusters(self) -> bool:
+        """Whether the table has room for rows that are longer than what a cluster holds."""
+        return self.max_length > MOST_CLUSTERED
+
+    @property
     def width(self) -> int:
         """Number of columns of the block table."""
         return self.table.shape[1]
@@ -115,7 +121,8 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
-    A prefill has neither groups nor lists, nor have rows from which clusters select. block: `rows_of_block`.
+    A prefill has neither groups nor lists, nor have rows of at most `grouped` tokens, from which clusters select.
+    block: `rows_of_block`.
     Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
     listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
     int32.
@@ -128,10 +135,11 @@ class Workspace:
     listed: torch.Tensor | None = None
     bins: torch.Tensor | None = None
     counters: torch.Tensor | None = None
+    grouped: int = 0
 
 
 # How the best are chosen: by a program a row, or PARTS; among candidates; by clusters of programs, or one program, that
-# hold a row (`kernel_set`, `kernel_best`).
+# hold a row (`kernel_set`, `kernel_best`), and of rows too long for that by PARTS programs.
 Way = Literal["radix", "candidates", "clusters"]
 
 
@@ -147,7 +155,7 @@ def list_words(p: Problem) -> int:
 
 def way_of(p: Problem, order: Order, early: bool) -> Way:
     """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
-    if early and not p.is_prefill and p.max_length <= MOST_CLUSTERED:
+    if early and not p.is_prefill and not (p.outgrows_clusters and by_candidates(p, order)):
         return "clusters"
     return "candidates" if by_candidates(p, order) else "radix"
 
@@ -187,14 +195,13 @@ def chunk_of(p: Problem) -> int:
 
 def rows_that_fit(p: Problem, way: Way = "radix") -> int:
     """Return the number of rows for whose workspace there is room."""
-    if p.is_prefill:
-        return PREFILL_BYTES // max(1, 4 * p.max_length)
-    beside = {
-        "radix": NUM_GROUPS + list_words(p),
-        "candidates": NUM_GROUPS + 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS,
-        "clusters": 0,
-    }  # words of a row, beside its scores
-    return WORKSPACE_BYTES // (4 * (p.max_length + beside[way]))
+    beside = 0  # words of a row, beside its scores
+    if way == "candidates":
+        beside = NUM_GROUPS + 2 * (p.max_length + SCORE_BINS * CAPACITY) + NUM_COUNTERS
+    elif has_lists(p, way):
+        beside = NUM_GROUPS + list_words(p)
+    num_bytes = LARGE_BYTES if p.is_prefill or way == "clusters" else WORKSPACE_BYTES
+    return num_bytes // max(1, 4 * (p.max_length + beside))
 
 
 def padded_heads(p: Problem) -> int:
@@ -213,9 +220,14 @@ def in_turns(p: Problem) -> bool:
     return p.shares_tiles and p.next_n > MANY_ROWS and p.next_n % most_shared(p) != 0
 
 
+def has_lists(p: Problem, way: Way) -> bool:
+    """Tell whether rows have groups, and lists of what each of their programs hands to the last."""
+    return not p.is_prefill and (way == "radix" or (way == "clusters" and p.outgrows_clusters))
+
+
 def reads_groups(p: Problem, way: Way) -> bool:
     """Tell whether selection reads groups' best keys, which rows that share tiles don't have."""
-    return way == "candidates" or (way == "radix" and p.max_length > CHUNKS[-1] and not p.is_prefill)
+    return way == "candidates" or (has_lists(p, way) and p.max_length > CHUNKS[-1])
 
 
 def rows_of_block(p: Problem, way: Way = "radix") -> int:
@@ -241,11 +253,12 @@ def workspace(p: Problem, way: Way = "radix") -> Workspace:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     logits = empty(p.max_length, torch.float32)
-    if p.is_prefill or way == "clusters":
+    if has_lists(p, way):
+        groups, lists = empty(NUM_GROUPS, torch.int32), empty(list_words(p), torch.int32)
+        return Workspace(logits, block, groups, lists, grouped=MOST_CLUSTERED if way == "clusters" else 0)
+    if way != "candidates":
         return Workspace(logits, block)
-    groups = empty(NUM_GROUPS, torch.int16 if way == "candidates" else torch.int32)
-    if way == "radix":
-        return Workspace(logits, block, groups, empty(list_words(p), torch.int32))
+    groups = empty(NUM_GROUPS, torch.int16)
     lists = empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64)
     return Workspace(logits, block, groups, None, *lists, empty(NUM_COUNTERS, torch.int32))
 
@@ -290,6 +303,8 @@ def in_blocks(
                 launch(kernel_set.set_kernel, *set_arguments(p, space, *rest))
                 if best_follows(p, order):
                     launch(kernel_best.best_kernel, *best_arguments(p, space, first, num_rows, out, order))
+                if p.outgrows_clusters:
+                    launch(kernel_select.select_kernel, *select_arguments(p, space, *rest, early, MOST_CLUSTERED))
             elif way == "candidates":
                 launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, order))
                 launch(kernel_rank.rank_kernel, *rank_arguments(p, space, *rest))
@@ -322,7 +337,7 @@ def hopper_arguments(
         values, scales, p.q, p.weights, p.seq_lens, p.table, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
         max(HOPPER_HEADS, next_power_of_2(heads)), heads, least, max(32, next_power_of_2(len(space.logits))),
-        STAGES, early,
+        STAGES, early, space.grouped,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers(_programs_per_sm(p))}  # fmt: skip
 
 
@@ -381,9 +396,9 @@ def scores_arguments(
 
 def select_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order,
-    early: bool,
+    early: bool, above: int = 0,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
-    """Return grid, arguments and options of `select_kernel`."""
+    """Return grid, arguments and options of `select_kernel`, for rows of more than `above` tokens, or all."""
     levels = TOP_LEVEL - 1 if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
     parts = num_parts(p)
     if space.groups is None:
@@ -398,7 +413,7 @@ def select_arguments(
         space.logits, space.groups, space.lists, counters, p.seq_lens, p.table, out, errors, words,
         first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
         p.k, next_power_of_2(p.k), order.slots, order.by_score, order.as_torch, levels, chunk_of(p), parts, early,
-        once,
+        once, above,
     ), options | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
@@ -416,7 +431,7 @@ def set_arguments(
         words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32)
     else:
         programs = min(MOST_PROGRAMS, next_power_of_2(max(1, -(-p.max_length // LONG_CHUNK))))
-    chunk = next(size for size in CHUNKS if p.max_length <= programs * size)
+    chunk = next((size for size in CHUNKS if p.max_length <= programs * size), CHUNKS[-1])
     shared = programs > 1 and num_rows > SPREAD[programs]
     if chunk > LONG_CHUNK:
         options["num_warps"] = SET_WARPS
@@ -425,7 +440,7 @@ def set_arguments(
     follows = best_follows(p, order)
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
-        p.k, order.slots and not follows, order.as_torch, chunk, programs, shared,
+        p.k, order.slots and not follows, order.as_torch, chunk, programs, shared, p.outgrows_clusters,
         programs == 1 and num_rows <= num_sms(p.q.device), follows, order.by_score and not follows,
     ), options  # fmt: skip
 
@@ -437,7 +452,7 @@ def best_arguments(
     words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32) if env.interpreting() else None
     return (num_rows,), (
         space.logits, p.seq_lens, p.table, out, words, first, num_rows, p.width, p.next_n,
-        p.k, order.slots, order.as_torch,
+        p.k, order.slots, order.as_torch, MOST_CLUSTERED if p.outgrows_clusters else 0,
     ), {"num_warps": BEST_WARPS, "launch_pdl": True}  # fmt: skip
 
 

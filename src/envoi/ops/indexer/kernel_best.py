@@ -130,25 +130,29 @@ def store_best_first(room, out, logits, position, slot, is_tail, K: tl.constexpr
 @triton.jit(do_not_specialize=INTEGERS)
 def best_kernel(
     logits, seq_lens, table, out, room, first_row, num_rows, width, next_n,
-    K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr,
+    K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Put a row's output, K positions that ascend and then -1, in the order of their scores, best first.
 
-    Launched before the end of the kernel that stores the positions. K: 1 to MOST. SLOTS: stores slots.
+    Launched before the end of the kernel that stores the positions. K: 1 to MOST. SLOTS: stores slots. Rows longer than
+    LONGEST are left alone; 0: there are none.
     """
     words.declare()
     own = tl.program_id(0)
     if INTERPRETED:
         room += own * words.NUM_WORDS
     row = first_row + own
-    is_tail = visible(seq_lens, row, first_row + num_rows, next_n, width) > K
+    seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     logits += own.to(tl.int64) * width * PAGE
     clear_bins(room)
     if not INTERPRETED:
         gdc_wait()
+    if LONGEST > 0:
+        if seen > LONGEST:
+            return
     ids = tl.arange(0, MOST)
     position = tl.load(out + ids, mask=ids < K, other=-1)
     slot = slot_of(table, position, position >= 0, SLOTS)
-    store_best_first(room, out, logits, position, slot, is_tail, K, NAN_FIRST)
+    store_best_first(room, out, logits, position, slot, seen > K, K, NAN_FIRST)

@@ -338,16 +338,22 @@ def keep_best_of_fours(fours, level, groups):
 
 
 @gluon.jit
-def keep_scores(args, s, row, token, n, width):
-    """Store the scores of a tile of a row, and the best keys of its groups. row counts from first_row."""
+def keep_scores(args, s, row, token, n, width, GROUPED: gl.constexpr):
+    """Store the scores of a tile of a row, and the best keys of its groups if it has more than GROUPED tokens.
+
+    row counts from first_row.
+    """
     tokens = token + gl.arange(0, TILE, s.type.layout)
     gl.store(args.logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
     if args.groups is not None:
-        keep_best(s, token, n, args.groups + row * NUM_GROUPS)
+        if n > GROUPED:
+            keep_best(s, token, n, args.groups + row * NUM_GROUPS)
 
 
 @gluon.jit
-def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):
+def consumer(
+    stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, GROUPED: gl.constexpr
+):
     """Score every tile of this program: a role of four warps."""
     fp4: gl.constexpr = stages.pages.dtype == gl.int32
     if fp4:
@@ -385,7 +391,7 @@ def consumer(stages, queries, lengths, args, H: gl.constexpr, HEADS: gl.constexp
             scale = factors.index(stage).load(gl.SliceLayout(1, layout))
             mbarrier.arrive(stages.empty.index(stage), count=1)
             s = score(products, scale, weight)
-        keep_scores(args, s, row, token, n, lengths.width)
+        keep_scores(args, s, row, token, n, lengths.width, GROUPED)
         row, n, token = next_tile(row, n, token, lengths)
 
 
@@ -394,13 +400,14 @@ def scores_kernel(
     values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
     first_row, num_rows, width, num_pages, next_n,
     H: gl.constexpr, HEADS: gl.constexpr, LEAST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """Score rows as the Triton kernel of this name does.
 
     values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
     float32, of which the last of each page are its scales; or, of keys in FP4, as `Descriptors` says. ROWS: at
-    least num_rows. H: HEADS, or more: the products' width, of which the rest has zero weights.
+    least num_rows. H: HEADS, or more: the products' width, of which the rest has zero weights. GROUPED: rows of at
+    most so many tokens have no groups.
     """
     in_rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     queries = gl.allocate_shared_memory(gl.float8e4nv, [H, HEAD_DIM], in_rows)
@@ -415,6 +422,6 @@ def scores_kernel(
     lengths = Lengths(seq_lens, first_row, num_rows, next_n, width, LEAST, 1, ROWS, 1)
     args = Rows(q, weights, logits, groups)
     gl.warp_specialize([
-        (consumer, (stages, queries, lengths, args, H, HEADS, STAGES)),
+        (consumer, (stages, queries, lengths, args, H, HEADS, STAGES, GROUPED)),
         (producer, (descs, stages, lengths, table, num_pages, STAGES)),
     ], [1], [40])  # fmt: skip

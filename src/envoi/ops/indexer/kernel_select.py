@@ -375,6 +375,7 @@ def select_kernel(
     logits, groups, lists, counters, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, PLACES: tl.constexpr, SLOTS: tl.constexpr, BY_SCORE: tl.constexpr, NAN_FIRST: tl.constexpr,
     LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
+    ABOVE: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output and its error.
 
@@ -394,6 +395,9 @@ def select_kernel(
         room += (own * PARTS + part) * words.NUM_WORDS
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
+    if ABOVE > 0:
+        if n <= ABOVE:
+            return
     table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K
     logits += tl.multiple_of(own.to(tl.int64) * width * PAGE, PAGE)

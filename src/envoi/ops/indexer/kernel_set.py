@@ -397,27 +397,31 @@ def assigned(seq_lens, first_row, num_rows, next_n, width, program, CHUNK: tl.co
     """Return the row of a program, counted from first_row, and whether it has it alone; -1 if there is none for it.
 
     First come the clusters of rows longer than CHUNK, one each; then those that hold a row in each of their programs.
+    Rows longer than CLUSTER * CHUNK are left out.
     """
     ids = tl.arange(0, MOST_ROWS)
-    is_long = (visible(seq_lens, first_row + ids, first_row + num_rows, next_n, width) > CHUNK).to(tl.int32)
-    upto = tl.cumsum(is_long, 0)
-    programs = CLUSTER * tl.max(upto, 0)  # of long rows
-    at = tl.where(is_long != 0, CLUSTER * (upto - 1), programs + ids - upto)
+    seen = visible(seq_lens, first_row + ids, first_row + num_rows, next_n, width)
+    is_short = (seen <= CHUNK) & (ids < num_rows)
+    is_long = (seen > CHUNK) & (seen <= CLUSTER * CHUNK)
+    upto = tl.cumsum(is_long.to(tl.int32) + (is_short.to(tl.int32) << 16), 0)
+    longs = upto & 0xFFFF
+    programs = CLUSTER * tl.max(longs, 0)  # of long rows
+    at = tl.where(is_long, CLUSTER * (longs - 1), tl.where(is_short, programs + (upto >> 16) - 1, -1))
     is_alone = program >= programs
     wanted = tl.where(is_alone, program, program // CLUSTER * CLUSTER)
-    return tl.max(tl.where((at == wanted) & (ids < num_rows), ids, -1), 0), is_alone
+    return tl.max(tl.where(at == wanted, ids, -1), 0), is_alone
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def set_kernel(
     logits, seq_lens, table, out, errors, room, first_row, num_rows, width, num_pages, next_n,
     K: tl.constexpr, SLOTS: tl.constexpr, NAN_FIRST: tl.constexpr, CHUNK: tl.constexpr, CLUSTER: tl.constexpr,
-    SHARED: tl.constexpr, ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
+    SHARED: tl.constexpr, LEAVES: tl.constexpr, ALONE: tl.constexpr, BEFORE_BEST: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
     """Store a row's output, by position unless it ORDERS, and its error, as `select_kernel` does.
 
-    CLUSTER programs a row, which is no longer than CLUSTER * CHUNK. Launched before the scores' kernel ends, with at
-    least 64 * CLUSTER threads.
+    CLUSTER programs a row of at most CLUSTER * CHUNK tokens; it LEAVES longer ones to `select_kernel`. Launched before
+    the scores' kernel ends, with at least 64 * CLUSTER threads.
     SHARED: rows of at most CHUNK tokens share clusters; else each has one. There are more clusters than run at a time.
     ALONE: there is an SM for each program; if two fitted one, the first idle SM would get two while others have none.
     BEFORE_BEST: `best_kernel` follows, launched once the scores are there; it reads those of short rows too.
@@ -435,6 +439,8 @@ def set_kernel(
         program = tl.program_id(0)
         own, is_alone = assigned(seq_lens, first_row, num_rows, next_n, width, program, CHUNK, CLUSTER)
         if own < 0:
+            if LEAVES:  # what waits for this kernel's end waits for the scores, if all rows are too long
+                wait_for_scores(False)
             return
         is_first = is_first | is_alone
     if CLUSTER > 1:
@@ -443,6 +449,10 @@ def set_kernel(
     row = first_row + own
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     n = tl.maximum(seen, 0)
+    if LEAVES and not SHARED:
+        if n > CLUSTER * CHUNK:
+            wait_for_scores(False)
+            return
     if ALONE:
         reserve_registers(n)
     table += (row // next_n).to(tl.int64) * width
