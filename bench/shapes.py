@@ -372,6 +372,8 @@ def moe_name(s: MoeShape) -> str:
 
 MIXED = (65536, 1024, 300, 20000) * 4  # lengths of requests
 DRAWN_SEED, DRAWN_BATCHES = 7, 8
+# Requests, keys of each, keys that a row of the table has room for: servers' tables hold the longest that may come.
+WIDE = (64, 4096, 131072), (64, 4096, 163840), (200, 3000, 65536), (16, 32768, 131072)
 
 
 def _indexer_cases(suite: str) -> list[Case]:
@@ -398,7 +400,7 @@ def _drawn_lengths() -> dict[str, tuple[int, ...]]:
 
 
 def _set_cases(suite: str) -> list[Case]:
-    """Return sets in any order: of several sizes, drawn too, numbers of heads, keys in FP4, and of blocks."""
+    """Return sets in any order: of several sizes, drawn too, heads, keys in FP4, of blocks, and in wide tables."""
     long = (32768,) * 32
     sizes = {"1x131072": (131072,), "32x32768": long, "64x8192": (8192,) * 64, "16x4096": (4096,) * 16,
              "16xmixed": MIXED, **_drawn_lengths()}  # fmt: skip
@@ -414,6 +416,10 @@ def _set_cases(suite: str) -> list[Case]:
         Case(
             suite, "blocks of 8 32x32768 heads=32 fp4",
             IndexerShape((one(long, num_heads=32, fp4=True),), "any", 2048, 8),
+        ),
+        *(
+            Case(suite, f"set {rows}x{keys} of {room}", IndexerShape((one((keys,) * rows, room=room),), "any"))
+            for rows, keys, room in WIDE
         ),
         Case(suite, "set 3x700 heads=4 k=128", IndexerShape((one((700,) * 3, num_heads=4),), "any", 128), False, True),
         Case(

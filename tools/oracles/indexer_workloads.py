@@ -28,7 +28,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 class Workload:
     """Sizes of an input. lengths: tokens of each request; scattered: pages out of order; num_pages: of the cache.
 
-    next_n: query rows of each request; fp4: keys in FP4.
+    next_n: query rows of each request; fp4: keys in FP4; room: tokens that a row of the block table has columns for, if
+    they are more than the longest request has.
     """
 
     lengths: tuple[int, ...]
@@ -38,11 +39,12 @@ class Workload:
     num_heads: int = 64
     next_n: int = 1
     fp4: bool = False
+    room: int = 0
 
     @property
     def width(self) -> int:
-        """Number of columns of the block table: pages of the longest request, at least 1."""
-        return max(1, pages_of(max(self.lengths, default=0)))
+        """Number of columns of the block table: pages of the longest request or of `room`, at least 1."""
+        return max(1, pages_of(max(self.room, *self.lengths)))
 
     def tensors(self, device: torch.device | str = "cpu") -> Tensors:
         """Make q, k_cache, weights, seq_lens, block_table for `envoi.indexer_topk`; caches of a size are shared."""
@@ -57,10 +59,12 @@ class Workload:
         return (q.to(device), cache, *rest)  # pyright: ignore[reportReturnType]
 
 
-def one(lengths: tuple[int, ...], seed: int = 0, num_heads: int = 64, next_n: int = 1, fp4: bool = False) -> Workload:
+def one(
+    lengths: tuple[int, ...], seed: int = 0, num_heads: int = 64, next_n: int = 1, fp4: bool = False, room: int = 0
+) -> Workload:
     """Make a workload of these lengths on scattered pages, in a cache no larger than it needs."""
     num_pages = max(1, sum(map(pages_of, lengths)))
-    return Workload(lengths, (True,) * len(lengths), seed, num_pages, num_heads, next_n, fp4)
+    return Workload(lengths, (True,) * len(lengths), seed, num_pages, num_heads, next_n, fp4, room)
 
 
 @lru_cache(maxsize=4)
