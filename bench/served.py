@@ -34,10 +34,9 @@ def line(measurements: Sequence[Measurement]) -> str:
         least, most = number(min(found)), number(max(found))
         span = most if least == most else f"{least} to {most}"
         parts.append(f"{span} times the tokens/s in {phase}")
-    models = list(_by_model(measurements))  # with the engine and its version
-    which = (
-        f"{len(models)} models, {_engine(measurements[0])} {_versions(measurements)}" if len(models) > 1 else models[0]
-    )
+    names = list(_by_model(measurements))  # with the engine and its version
+    count = len({(parts["model"], parts["format"]) for parts in map(_parts, measurements)})
+    which = f"{count} models, {_engine(measurements[0])} {_versions(measurements)}" if len(names) > 1 else names[0]
     return f"{' and '.join(parts)} (sizes of {which}, {measurements[0].gpu})"
 
 

@@ -99,7 +99,7 @@ KERNELS = (
             ("-8192", "the same, of rows of 8192 tokens", partial(call_of_fast, "position", 128)),
             ("-128", "the 128 best, of rows of 131072 tokens at most", partial(SET, k=128)),
             ("-65536", "the k best, of rows of 65536 tokens at most", partial(call_of_fast, "position", 1024)),
-            ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 32)),
+            ("-many", "the same, of more rows than clusters run at a time", partial(call_of_fast, "position", 512, 64)),
             ("-many-131072", "the same, of rows of 131072 tokens at most", partial(SET, requests=32)),
             ("-longer", "the same, before longer rows", partial(call_of_fast, "position", LONGER)),
             ("-many-longer", "the same, of many rows", partial(call_of_fast, "position", LONGER, requests=32)),

@@ -85,7 +85,7 @@ def indexer_topk(
     out, workspace, num_sms: as in `envoi.gemm`.
     ordered: deprecated: True is order="score", False is order="position"; it warns.
 
-    Scores of some rows at a time are in scratch memory: 16 MiB, or 128 MiB for more than 512 rows; one row's at least.
+    Scores of some rows at a time are in scratch memory: 128 MiB at most, or one row's if they are more.
     The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
     certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
     gives an UncertifiedWarning once: `envoi indexer certify` makes one for this GPU, torch and cuBLAS. So it does for

@@ -51,7 +51,8 @@ SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that severa
 MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
 MOST_CLUSTERED = MOST_PROGRAMS * CHUNKS[-1]  # scores that a cluster holds
 SET_WARPS = 32  # of a program of such a cluster, where LONG_CHUNK scores are too few
-SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; of more, short rows share some
+SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; of more, two share one
+SHARING = 1.25  # times as many clusters, of which some wait for others' end: of more, short rows share some
 BEST_WARPS = 16  # of the program that puts a cluster's set in order
 PARTS = 4  # programs that select from a longer row
 FEW_ROWS, FEW_RANKED, MOST_CANDIDATES = 2, 4, 1 << 18  # see `by_candidates`
@@ -432,11 +433,12 @@ def set_arguments(
     else:
         programs = min(MOST_PROGRAMS, next_power_of_2(max(1, -(-p.max_length // LONG_CHUNK))))
     chunk = next((size for size in CHUNKS if p.max_length <= programs * size), CHUNKS[-1])
-    shared = programs > 1 and num_rows > SPREAD[programs]
+    crowded = programs > 1 and num_rows > SPREAD[programs]
     if chunk > LONG_CHUNK:
         options["num_warps"] = SET_WARPS
-    elif shared:
+    elif crowded:
         options["maxnreg"] = SELECT_REGISTERS
+    shared = crowded and num_rows > SHARING * SPREAD[programs]
     follows = best_follows(p, order)
     return (num_rows * programs,), (
         space.logits, p.seq_lens, p.table, out, errors, words, first, num_rows, p.width, p.k_cache.shape[0], p.next_n,
