@@ -239,14 +239,14 @@ def test_best_first_of_10000_rows(seed):
                     assert not bool(wrong.any()), f"{int(wrong.sum())} rows of up to {most}, k {k}, {heads} heads"
 
 
-@pytest.mark.parametrize("most", [3000, 20000, 170000])
+@pytest.mark.parametrize(("least", "most"), [(1, 3000), (1, 20000), (90000, 170000)])
 @pytest.mark.parametrize(("requests", "next_n"), [(3, 1), (40, 1), (90, 1), (30, 2)])
-def test_tables_wider_than_most_rows(requests, next_n, most):
+def test_tables_wider_than_most_rows(requests, next_n, least, most):
     """Check rows that are far shorter than their row of the table, beside some that no cluster holds."""
-    q, cache, weights, lengths, table = random_tensors(
-        requests, most, 64, next_n, torch.Generator("cuda").manual_seed(most)
-    )
-    for columns in (2048, 2560, 5000):
+    source = torch.Generator("cuda").manual_seed(most)
+    q, cache, weights, lengths, table = random_tensors(requests, most, 64, next_n, source, least=least)
+    assert bool((lengths > 131072).any()) == (most > 131072) or requests == 3
+    for columns in (2048, 2560, 5000) if most < 131072 else (2660, 5000):
         wide = torch.nn.functional.pad(table, (0, max(0, columns - table.shape[1])), value=2**31 - 1)
         tensors = q, cache, weights, lengths, wide
         for k in (512, 2048):
@@ -255,8 +255,34 @@ def test_tables_wider_than_most_rows(requests, next_n, most):
             best, errors = indexer_topk(*tensors, order="score", **given)
             assert torch.equal(best, want) and not bool(errors.any())
             chosen, errors = indexer_topk(*tensors, order="any", **given)
-            last = want.masked_fill(want < 0, 2**31 - 1).sort(1).values
-            assert torch.equal(chosen.masked_fill(chosen < 0, 2**31 - 1), last) and not bool(errors.any())
+            assert torch.equal(by_position(chosen), by_position(want)) and not bool(errors.any())
+
+
+@pytest.mark.parametrize("columns", [2048, 2660])
+@pytest.mark.parametrize("order", ["any", "score"])
+def test_bad_requests_in_wide_tables(order, columns):
+    """Check that a bad request fails alone, where rows share clusters and some are too long for one."""
+    most = 64 * columns
+    source = torch.Generator("cuda").manual_seed(columns)
+    q, cache, weights, lengths, table = random_tensors(40, most, 64, 1, source, least=5000)
+    lengths[1], lengths[2], lengths[3], lengths[4], lengths[5] = most, most - 70, 7000, 20000, 1000
+    table = torch.stack([torch.randperm(len(cache), device="cuda")[:columns] for _ in range(40)]).int()
+    given = {"k": 2048, "mode": "fast", "output": "positions", "order": order, "return_errors": True}
+    want, errors = indexer_topk(q, cache, weights, lengths, table, **given)
+    assert not bool(errors.any())
+    bad_lengths, bad_pages = lengths.clone(), table.clone()
+    bad_lengths[6], bad_lengths[8] = -3, most + 1
+    bad_pages[2:6, 9] = len(cache)
+    out, errors = indexer_topk(q, cache, weights, bad_lengths, bad_pages, **given)
+    wanted = torch.zeros(40, dtype=torch.int32, device="cuda")
+    wanted[6], wanted[8], wanted[2:6] = 1, 1, 2
+    assert torch.equal(errors, wanted)
+    assert torch.equal(out, want.masked_fill((wanted != 0)[:, None], -1))
+
+
+def by_position(chosen):
+    """Return positions in ascending order, -1 last."""
+    return chosen.masked_fill(chosen < 0, 2**31 - 1).sort(1).values
 
 
 def sorted_own(tensors, k, next_n):

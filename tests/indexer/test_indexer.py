@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.ops.indexer import fast, indexer_topk, kernel_fp4
+from envoi.ops.indexer import fast, indexer_topk, kernel_fp4, kernel_set
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
 from envoi.ops.indexer.reference import best, score_fast
 from envoi.quant.bits import e2m1_decode
@@ -362,12 +362,12 @@ def test_launches_of_many_rows(next_n):
 
 @pytest.mark.parametrize("way", ["radix", "candidates", "clusters"])
 def test_rows_whose_groups_are_read_share_no_tiles(way):
-    """Check 64 requests of four rows of 8192 and of 32768 tokens."""
+    """Check 64 requests of four rows of 8192 and of 32768 tokens, and of more than a cluster holds."""
     q, cache = torch.empty(256, 64, 128, device="meta"), torch.empty(1, 64, 1, 132, device="meta")
-    for width in (128, 512):
+    for width in (128, 512, 2560):
         table = torch.empty(64, width, device="meta")
         p = fast.Problem(q, cache, q, table, table, 512, 4)
-        alone = way == "candidates" or (way == "radix" and width == 512)
+        alone = way == "candidates" or width == 2560 or (way == "radix" and width == 512)
         assert fast.workspace(p, way).block == fast.rows_of_block(p, way) == (1 if alone else 4)
 
 
@@ -413,6 +413,25 @@ def test_a_decode_in_wide_tables_takes_few_launches(rows, width, order, expected
     """Check the kernels; width: pages of 64 tokens."""
     launched = launches_of(partial(call_of_fast, order, width, requests=rows), "sm_90")
     assert [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in launched] == expected
+    of_set = next(launch for launch in launched if launch.kernel is kernel_set.set_kernel)
+    longer = width > 2048
+    assert (given(of_set, "SHARED"), given(of_set, "LEAVES")) == (True, longer)
+    for launch, name in ((launched[0], "GROUPED"), (launched[-1], "ABOVE"), (launched[-2], "LONGEST")):
+        if name in launch.kernel.arg_names:
+            assert given(launch, name) == (131072 if longer else 0)
+
+
+def given(launch, name):
+    """Return an argument of a launch by its name."""
+    return launch.arguments[launch.kernel.arg_names.index(name)]
+
+
+@pytest.mark.parametrize("rows, width, scored", [(64, 32, False), (64, 33, True), (600, 32, False), (600, 33, True)])
+def test_selection_overlaps_with_scores_alone(rows, width, scored):
+    """Check that selection isn't launched before the end of what was before, where no row has to be scored."""
+    launched = launches_of(partial(call_of_fast, "any", width, requests=rows), "sm_90")
+    assert any("scores" in launch.kernel.fn.__name__ for launch in launched) == scored
+    assert bool(launched[-1].options.get("launch_pdl")) == scored
 
 
 def test_prefill_of_other_lengths_takes_the_same_kernels():

@@ -44,7 +44,7 @@ class Workload:
     @property
     def width(self) -> int:
         """Number of columns of the block table: pages of the longest request or of `room`, at least 1."""
-        return max(1, pages_of(max(self.room, *self.lengths)))
+        return max(1, pages_of(max((self.room, *self.lengths))))
 
     def tensors(self, device: torch.device | str = "cpu") -> Tensors:
         """Make q, k_cache, weights, seq_lens, block_table for `envoi.indexer_topk`; caches of a size are shared."""

@@ -24,9 +24,9 @@ from envoi.runtime.launch import launch
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
-MANY_ROWS = 512  # a call of more is a prefill
+MANY_ROWS = kernel_set.MOST_ROWS.value  # a call of more is a prefill
 SHARED_ROWS, SHARED_KEYS = 128, 1 << 20  # least rows, and keys of all of them, of smaller calls whose rows share tiles
-# Scratch memory of a call: its parts, where other ways choose the best; all rows at once, where rows are many.
+# Most scratch memory of a call: by radix or among candidates; by clusters, and in a prefill.
 WORKSPACE_BYTES, LARGE_BYTES = 16 << 20, 128 << 20
 MAX_ROWS, MAX_BLOCKS = 256, 512  # most rows of a launch, or blocks of them: a program finds its tiles in a sum over all
 MAX_LENGTH = 1 << 29  # positions are sorted in 29 bits
@@ -51,8 +51,8 @@ SELECT_REGISTERS, ORDER_REGISTERS = 64, 128  # a thread of those, so that severa
 MOST_PROGRAMS = kernel_set.MOST_PROGRAMS.value  # of a cluster that selects a set
 MOST_CLUSTERED = MOST_PROGRAMS * CHUNKS[-1]  # scores that a cluster holds
 SET_WARPS = 32  # of a program of such a cluster, where LONG_CHUNK scores are too few
-SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; of more, two share one
-SHARING = 1.25  # times as many clusters, of which some wait for others' end: of more, short rows share some
+SPREAD = {2: 64, 4: 31, 8: 16}  # clusters of so many programs that get an SM for each; of more, two share one, or wait
+SHARING = 1.25  # times as many clusters: of more, short rows share some
 BEST_WARPS = 16  # of the program that puts a cluster's set in order
 PARTS = 4  # programs that select from a longer row
 FEW_ROWS, FEW_RANKED, MOST_CANDIDATES = 2, 4, 1 << 18  # see `by_candidates`
@@ -400,6 +400,7 @@ def select_arguments(
     early: bool, above: int = 0,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """Return grid, arguments and options of `select_kernel`, for rows of more than `above` tokens, or all."""
+    early = early and is_scored(p, order)
     levels = TOP_LEVEL - 1 if order.as_torch else TOP_LEVEL  # tiles of the exact mode are of 64 tokens
     parts = num_parts(p)
     if space.groups is None:
@@ -418,6 +419,11 @@ def select_arguments(
     ), options | ({"launch_pdl": True} if early else {})  # fmt: skip
 
 
+def is_scored(p: Problem, order: Order) -> bool:
+    """Tell whether the scores' kernel is launched: else selection may not start before the end of what was before."""
+    return p.max_length > order.least(p.k)
+
+
 def best_follows(p: Problem, order: Order) -> bool:
     """Tell whether `best_kernel` follows `set_kernel`: the best come first, in rows that have a cluster."""
     return order.by_score and p.max_length > LONG_CHUNK
@@ -427,12 +433,13 @@ def set_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, order: Order
 ) -> tuple[tuple[int], tuple, dict]:
     """Return grid, arguments and options of `set_kernel`."""
-    programs, words, options = 1, None, {"num_warps": SELECT_WARPS, "launch_pdl": True}
+    programs, words = 1, None
+    options = {"num_warps": SELECT_WARPS, "launch_pdl": is_scored(p, order)}
     if env.interpreting():
         words = torch.empty(num_rows, room.NUM_WORDS.value, dtype=torch.int32)
     else:
         programs = min(MOST_PROGRAMS, next_power_of_2(max(1, -(-p.max_length // LONG_CHUNK))))
-    chunk = next((size for size in CHUNKS if p.max_length <= programs * size), CHUNKS[-1])
+    chunk = CHUNKS[-1] if p.outgrows_clusters else next(size for size in CHUNKS if p.max_length <= programs * size)
     crowded = programs > 1 and num_rows > SPREAD[programs]
     if chunk > LONG_CHUNK:
         options["num_warps"] = SET_WARPS

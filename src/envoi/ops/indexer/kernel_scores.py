@@ -8,9 +8,9 @@
         logits[row, j] = s[j];  groups[row, ..] = the best of each group of neighbours
 
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
-8192 groups, so few other scores reach the bound. `kernel_select` needs none in rows of up to NUM_GROUPS tokens nor in
-a prefill, where groups are None, and whole keys; for `kernel_candidates` groups are int16, the upper halves of keys, in
-all rows.
+8192 groups, so few other scores reach the bound. `kernel_select` needs none in rows of up to NUM_GROUPS tokens, and
+whole keys; for `kernel_candidates` groups are int16, the upper halves of keys, in all rows. They are None in a prefill,
+and where `kernel_set` chooses from all rows.
 
 Lengths are read on the device. A page outside the cache is not read, and `kernel_select` fails its row. Rows of up to
 LEAST tokens, all of which are chosen, aren't scored.

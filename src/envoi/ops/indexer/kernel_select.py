@@ -377,7 +377,7 @@ def select_kernel(
     LEVELS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
     ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's output and its error.
+    """Store a row's output and its error; if the row has more than ABOVE tokens, or ABOVE is 0.
 
     logits [rows, width * PAGE], groups [rows, NUM_GROUPS] int32: the best keys of groups of level_of(n), in rows longer
     than NUM_GROUPS, up to NUM_GROUPS << LEVELS; or None, with one program a row. K: 1 to BINS; PLACES: K, up to a power
@@ -397,6 +397,8 @@ def select_kernel(
     n = tl.maximum(seen, 0)
     if ABOVE > 0:
         if n <= ABOVE:
+            if EARLY:  # what waits for this kernel's end waits for that of the kernels that store these rows
+                gdc_wait()
             return
     table += (row // next_n).to(tl.int64) * width
     out += row.to(tl.int64) * K

@@ -3,7 +3,7 @@
 """Selection of each row's k best scores as a set, in decode on Hopper: a cluster of programs holds a row in registers.
 
 Each program has a share of the row's neighbouring tokens, and counts in its shared memory; a short row has one program,
-alone or as one of a cluster that holds as many short rows.
+alone or as one of a cluster whose programs have a short row each.
 
     range      guessed from a sample of the row; bins of equal width in it are counted
     the bin    that holds the k-th best: if it holds few, they are listed, and the best of them chosen
@@ -374,7 +374,7 @@ def set_kernel(
 
     CLUSTER programs a row of at most CLUSTER * CHUNK tokens; it LEAVES longer ones to `select_kernel`. Launched before
     the scores' kernel ends, with at least 64 * CLUSTER threads.
-    SHARED: rows of at most CHUNK tokens share clusters; else each has one. There are more clusters than run at a time.
+    SHARED: rows of at most CHUNK tokens share clusters; else each row has one.
     ALONE: there is an SM for each program; if two fitted one, the first idle SM would get two while others have none.
     BEFORE_BEST: `best_kernel` follows, launched once the scores are there; it reads those of short rows too.
     ORDERS: the best come first, which the one program of a row does.
@@ -446,6 +446,8 @@ def set_kernel(
     else:
         if BEFORE_BEST or ORDERS:  # what waits for this kernel's end waits for the scores, whatever the lengths
             wait_for_scores(BEFORE_BEST)
+        elif seen > K:  # a row with a bad page is scored too
+            wait_for_scores(False)
         if is_first & (not ORDERS):
             slots = tl.where(bins < n, slot_of(table, bins, bins < n, SLOTS), -1)
             tl.store(out + row.to(tl.int64) * K + bins, slots, mask=bins < K)
