@@ -18,6 +18,7 @@ from tests.fuzz.draw import Case, Draw, host
 
 PAGE, DIM = 64, 128
 HEADS = (1, 4, 7, 8, 16, 32, 32, 48, 64, 64)
+WIDER = (0, 0, 0, 0, 130, 600, 1100, 2100)  # columns of the table beyond the longest request's: rows share clusters
 KINDS = ("normal", "normal", "whole", "whole", "same tokens", "bytes", "zeros", "spread")
 
 
@@ -92,10 +93,12 @@ def drawn(draw: Draw, kind: str) -> Given:
     heads, next_n = form.one(HEADS), form.one((1, 1, 2, 3))
     k, most = form.one((1, 16, 128, 200, 256, 512, 512, 1024, 1500, 2048)), draw.most(640, 1400, 6000)
     in_fp4 = form.chance(0.3)
-    requests = draw.random.randint(0, draw.most(2, 4, 8))
+    beyond = form.one(WIDER) if draw.sizes == "large" else 0
+    most = min(most, 3000) if beyond else most
+    requests = draw.random.randint(0, 40 if beyond else draw.most(2, 4, 8))
     lengths = [draw.one((0, 1, 64, 65, k - 1, k, k + 1, k + 65, draw.random.randint(1, most))) for _ in range(requests)]
     lengths = [min(length, most) for length in lengths]
-    width = max([1, *(-(-length // PAGE) for length in lengths)]) + draw.one((0, 0, 3))
+    width = max([1, *(-(-length // PAGE) for length in lengths)]) + (beyond or draw.one((0, 0, 3)))
     num_pages = max(1, sum(-(-length // PAGE) for length in lengths)) + 2
     rows = requests * next_n
     q, values, scales, weights = tensors(draw, kind, rows, heads, num_pages)
