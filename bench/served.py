@@ -51,6 +51,11 @@ def baseline_of(m: Measurement) -> str:
     return min((name for name in m.baselines if name.startswith(own)), key=lambda name: m.baselines[name])
 
 
+def _backend(m: Measurement) -> str:
+    """Return the name for `--moe-backend` behind `baseline_of`; "" for the engine's own choice."""
+    return baseline_of(m).removeprefix(baseline_named(_parts(m)["engine"])).removeprefix("_")
+
+
 def _engine(m: Measurement) -> str:
     return ENGINES[_parts(m)["engine"]]
 
@@ -77,8 +82,7 @@ def _cell(m: Measurement | None, ours: str = "") -> str:
         return "-"
     us = m.baselines[ours] if ours else m.ours_us
     tokens, theirs = _tokens(m), m.baselines[baseline_of(m)]
-    backend = baseline_of(m).removeprefix(baseline_named(_parts(m)["engine"])).strip("_")
-    by = f", {backend}" if backend else ""
+    by = f", {_backend(m)}" if _backend(m) else ""
     return f"{tokens / theirs * SECOND:,.0f} to {tokens / us * SECOND:,.0f} ({ratio(theirs, us)}{by})"
 
 
@@ -101,7 +105,7 @@ def _caption(measurements: Sequence[Measurement]) -> str:
     )
     rounds = ", ".join(dict.fromkeys(str(m.n) for m in measurements))
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    named = any(baseline_of(m) != baseline_named(_parts(m)["engine"]) for m in measurements)
+    named = any(map(_backend, measurements))
     which = "; a name: of `--moe-backend`, where that is faster than the choice by default" if named else ""
     return (
         f"Tokens/s, {_engine(measurements[0])}'s own kernels to Envoi's{which}. "

@@ -27,14 +27,13 @@ from bench.suites.models import MODELS, Attention, LatentAttention, Model
 
 STEPS = 64
 CONTEXT = 32  # tokens of each sequence before decode
-WARM_PREFILLS = 3
+WARM_PREFILLS = 3  # DeepGEMM compiles kernels in the first ones
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 BACKENDS = {  # name: settings of Envoi in vLLM
     "default": {"ENVOI_VLLM": "0", "ENVOI_VLLM_ROUTE": "0"},
     "envoi": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "0"},
     "routed": {"ENVOI_VLLM": "1", "ENVOI_VLLM_ROUTE": "1"},
 }
-NAMED = ("deep_gemm", "marlin")  # backends of experts that vLLM's --moe-backend names, where it doesn't choose them
 RUNNERS = {"default": "auto", "envoi": "envoi"}  # name: SGLang's runner of experts
 CHUNK = 8192  # tokens of a prefill's step
 CACHE_GIB = 3  # of keys and values: 32,000 tokens of a model with 100 KB each, more than any step has
@@ -53,7 +52,7 @@ class Served:
     keys: dict[str, Any]
     formats: tuple[str, ...]
     attention: str = "FLASH_ATTN"  # vLLM's
-    named: tuple[tuple[str, str], ...] = ()  # (format, of NAMED) that vLLM is also timed with
+    named: tuple[tuple[str, str], ...] = ()  # (format, name for --moe-backend) that vLLM is also timed with
     in_sglang: tuple[str, ...] = ()  # formats
 
     def formats_in(self, engine: str) -> tuple[str, ...]:
@@ -216,7 +215,7 @@ class Vllm:
             gpu_memory_utilization=0.2, kv_cache_memory_bytes=CACHE_GIB << 30,
             max_num_batched_tokens=CHUNK, max_num_seqs=max(sizes), seed=0,
             enable_prefix_caching=False, disable_log_stats=True,
-            moe_backend=arguments.backend if arguments.backend in NAMED else "auto",
+            moe_backend="auto" if arguments.backend in BACKENDS else arguments.backend,
             attention_backend=attention.AttentionBackendEnum[SERVED[arguments.model].attention],
             compilation_config={"cudagraph_capture_sizes": sizes},
         )  # fmt: skip
@@ -282,7 +281,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", choices=SERVED, required=True)
     parser.add_argument("--format", required=True)
-    parser.add_argument("--backend", choices=[*BACKENDS, *NAMED], required=True)
+    named = dict.fromkeys(name for served in SERVED.values() for _, name in served.named)
+    parser.add_argument("--backend", choices=[*BACKENDS, *named], required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prefill", default="16x2048")
     parser.add_argument("--decode", default="1,16,64,256")
@@ -323,7 +323,7 @@ class Steps:
         self.short = {f"decode {size}": prompts(size, CONTEXT) for size in batches}
 
     def warm(self) -> dict[str, Any]:
-        """Make each step once, the prefill until no kernel is compiled for its numbers of tokens."""
+        """Make each step once, and the prefill WARM_PREFILLS times."""
         same = self._generate(self.greedy, 32)[1] == self._generate(self.greedy, 32)[1]
         for _ in range(WARM_PREFILLS):
             self._generate(self.long, 1)

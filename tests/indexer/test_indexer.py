@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.ops.indexer import fast, indexer_topk, kernel_fp4, kernel_set
+from envoi.ops.indexer import fast, indexer_topk, kernel_fp4
 from envoi.ops.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
 from envoi.ops.indexer.reference import best, score_fast
 from envoi.quant.bits import e2m1_decode
@@ -413,17 +413,14 @@ def test_a_decode_in_wide_tables_takes_few_launches(rows, width, order, expected
     """Check the kernels; width: pages of 64 tokens."""
     launched = launches_of(partial(call_of_fast, order, width, requests=rows), "sm_90")
     assert [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in launched] == expected
-    of_set = next(launch for launch in launched if launch.kernel is kernel_set.set_kernel)
-    longer = width > 2048
-    assert (given(of_set, "SHARED"), given(of_set, "LEAVES")) == (True, longer)
-    for launch, name in ((launched[0], "GROUPED"), (launched[-1], "ABOVE"), (launched[-2], "LONGEST")):
-        if name in launch.kernel.arg_names:
-            assert given(launch, name) == (131072 if longer else 0)
-
-
-def given(launch, name):
-    """Return an argument of a launch by its name."""
-    return launch.arguments[launch.kernel.arg_names.index(name)]
+    longest = 131072 if width > 2048 else 0  # of the rows that clusters hold, where the table has room for longer ones
+    for launch, kernel in zip(launched, expected, strict=True):
+        given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=True))
+        wanted = {
+            "scores": {"GROUPED": longest}, "best": {"LONGEST": longest}, "select": {"ABOVE": longest},
+            "set": {"SHARED": given["num_rows"] > 1, "LEAVES": longest > 0},
+        }[kernel]  # fmt: skip
+        assert {name: given[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("rows, width, scored", [(64, 32, False), (64, 33, True), (600, 32, False), (600, 33, True)])

@@ -122,8 +122,8 @@ class Workspace:
 
     logits [rows, max_length] float32; groups [rows, NUM_GROUPS] int32: the best keys of groups of neighbours;
     lists [rows, parts * (2 * MOST + 1)] int32: what each program of a row hands to the last.
-    A prefill has neither groups nor lists, nor have rows of at most `grouped` tokens, from which clusters select.
-    block: `rows_of_block`.
+    A prefill has neither groups nor lists, nor has a call whose rows clusters can all hold. In another call rows of at
+    most `grouped` tokens have no groups: clusters select from these. block: `rows_of_block`.
     Where the best are found among candidates, groups are int16, upper halves of keys, and in place of lists there are
     listed [rows, max_length] and bins [rows, SCORE_BINS, CAPACITY] int64, composites, counters [rows, NUM_COUNTERS]
     int32.
@@ -156,9 +156,9 @@ def list_words(p: Problem) -> int:
 
 def way_of(p: Problem, order: Order, early: bool) -> Way:
     """Return the way of a call. early: selection is launched before the scores' end, in the fast mode on Hopper."""
-    if early and not p.is_prefill and not (p.outgrows_clusters and by_candidates(p, order)):
-        return "clusters"
-    return "candidates" if by_candidates(p, order) else "radix"
+    if by_candidates(p, order) and (p.outgrows_clusters or not early):
+        return "candidates"
+    return "clusters" if early and not p.is_prefill else "radix"
 
 
 def by_candidates(p: Problem, order: Order) -> bool:
